@@ -1,0 +1,166 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: kernel (compiled once per Highway target). The register tile under every product of the library, exp2, and the
+// coding rules that make gcc 12 and clang 14 both keep the accumulators in registers:
+//   - accumulators are a plain local array indexed by compile-time constants only (Each);
+//   - each loaded panel vector is pinned by value (Pin), never by reference to an array element; broadcasts are not pinned;
+//   - the loop over the inner dimension is not unrolled by hand;
+//   - one HWY_NOINLINE function per hot loop nest.
+#if defined(QKV_KERNELS_TILE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef QKV_KERNELS_TILE_INL_H_
+#undef QKV_KERNELS_TILE_INL_H_
+#else
+#define QKV_KERNELS_TILE_INL_H_
+#endif
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "hwy/highway.h"
+
+// Inline-assembly constraint of a vector register.
+#undef QKV_VECTOR_REGISTER
+#if HWY_TARGET <= HWY_AVX3
+#define QKV_VECTOR_REGISTER "+v"
+#elif HWY_ARCH_X86
+#define QKV_VECTOR_REGISTER "+x"
+#else
+#define QKV_VECTOR_REGISTER "+w"
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace qkv::kernels {
+namespace HWY_NAMESPACE {
+
+namespace hn = hwy::HWY_NAMESPACE;
+
+template <class T>
+using Tag = hn::ScalableTag<T>;
+template <class T>
+using Vec = hn::Vec<Tag<T>>;
+template <class T>
+inline constexpr int kLanes = static_cast<int>(hn::MaxLanes(Tag<T>()));
+
+// Rows and vectors of the tile, chosen so that accumulators + panel vectors + 1 fit the register file and loads do not
+// limit the FMAs (measured on Zen 3, Zen 4 and Zen 5: 8 x 2 of 512 bits and 4 x 3 of 256 bits run at 0.99 of the peak).
+#if HWY_TARGET <= HWY_AVX3
+inline constexpr int kTileRows = 8, kTileVectors = 2;
+#elif HWY_TARGET == HWY_AVX2
+inline constexpr int kTileRows = 4, kTileVectors = 3;
+#elif HWY_TARGET == HWY_SCALAR
+inline constexpr int kTileRows = 4, kTileVectors = 4;
+#elif HWY_ARCH_X86
+inline constexpr int kTileRows = 4, kTileVectors = 2;
+#else  // 32 registers: NEON
+inline constexpr int kTileRows = 8, kTileVectors = 2;
+#endif
+
+// Lanes of a panel: the leading dimension of every transposed block.
+template <class T>
+inline constexpr int kPanel = kTileVectors * kLanes<T>;
+
+// Keeps a loaded vector in a register, so that gcc does not fold the load into every FMA that uses it.
+template <class V>
+HWY_INLINE V Pin(V v) {
+#if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
+  return v;
+#else
+  auto r = v.raw;
+  asm("" : QKV_VECTOR_REGISTER(r));
+  return V{r};
+#endif
+}
+
+template <int... kI, class F>
+HWY_INLINE void EachOf(std::integer_sequence<int, kI...>, F f) {
+  (f(std::integral_constant<int, kI>()), ...);
+}
+// f(0) ... f(kN - 1), every index a compile-time constant.
+template <int kN, class F>
+HWY_INLINE void Each(F f) {
+  EachOf(std::make_integer_sequence<int, kN>(), f);
+}
+
+// acc[i][j] = init(i, j) + sum_u A(i, u) * B[u][j];  then done(i, j, acc).
+//   A(i, u): kRowsAreStrided ? a[i * lda + u] : a[u * lda + i]   broadcast, natural layout
+//   B[u][j]: vector j of b + u * ldb                             aligned panel
+template <class T, int kRows, int kVectors, bool kRowsAreStrided, class Init, class Done>
+HWY_INLINE void Tile(const T* HWY_RESTRICT a, size_t lda, const T* HWY_RESTRICT b, size_t ldb, size_t n, Init init,
+                     Done done) {
+  const Tag<T> d;
+  Vec<T> acc[kRows][kVectors];
+  Each<kRows>([&](auto i) HWY_ATTR { Each<kVectors>([&](auto j) HWY_ATTR { acc[i][j] = init(i, j); }); });
+  for (size_t u = 0; u < n; u++) {
+    Vec<T> panel[kVectors];
+    Each<kVectors>([&](auto j) HWY_ATTR { panel[j] = Pin(hn::Load(d, b + j * kLanes<T>)); });
+    Each<kRows>([&](auto i) HWY_ATTR {
+      const Vec<T> x = hn::Set(d, kRowsAreStrided ? a[i * lda] : a[i]);
+      Each<kVectors>([&](auto j) HWY_ATTR { acc[i][j] = hn::MulAdd(x, panel[j], acc[i][j]); });
+    });
+    a += kRowsAreStrided ? 1 : lda;
+    b += ldb;
+  }
+  Each<kRows>([&](auto i) HWY_ATTR { Each<kVectors>([&](auto j) HWY_ATTR { done(i, j, acc[i][j]); }); });
+}
+
+// Calls body(offset, rows as a constant) for n = kTileRows + ... + kTileRows + 4 + 2 + 1.
+template <int kRows = kTileRows, class Body>
+HWY_INLINE void ForRows(size_t n, Body body, size_t begin = 0) {
+  for (; begin + kRows <= n; begin += kRows) body(begin, std::integral_constant<int, kRows>());
+  if constexpr (kRows > 1) {
+    if (begin < n) ForRows<kRows / 2>(n, body, begin);
+  }
+}
+
+// 2^s, for s <= 127. Exact at s = 0 and exactly 0 for s <= -127 (-inf too): a hidden score needs no other treatment.
+// NaN stays NaN. f32: degree 5 with constant term 1 (own minimax fit), 2.1 ulp. f64: Taylor, degree 13, about 1 ulp.
+HWY_INLINE Vec<float> Exp2(Vec<float> s) {
+  const Tag<float> d;
+#if HWY_TARGET <= HWY_AVX3
+  // vreduceps gives s - round(s), and 0 for infinities; vscalefps underflows by itself. The only intrinsics here.
+  const Vec<float> f{_mm512_reduce_ps(s.raw, 0)};
+  const Vec<float> r = hn::Round(s);
+#else
+  s = hn::Max(hn::Set(d, -127.0f), s);  // in this order: maxps returns its second operand if one is NaN
+  const Vec<float> magic = hn::Set(d, 12582912.0f);  // 1.5 * 2^23: leaves round(s) in the low bits
+  const Vec<float> t = hn::Add(s, magic);
+  const Vec<float> f = hn::Sub(s, hn::Sub(t, magic));
+#endif
+  Vec<float> p = hn::MulAdd(hn::Set(d, 0.0013264727f), f, hn::Set(d, 0.0096715127f));
+  p = hn::MulAdd(p, f, hn::Set(d, 0.055507337f));
+  p = hn::MulAdd(p, f, hn::Set(d, 0.24022242f));
+  p = hn::MulAdd(p, f, hn::Set(d, 0.693146978f));
+  p = hn::MulAdd(p, f, hn::Set(d, 1.0f));
+#if HWY_TARGET <= HWY_AVX3
+  return Vec<float>{_mm512_scalef_ps(p.raw, r.raw)};
+#else
+  const hn::RebindToSigned<Tag<float>> di;
+  return hn::BitCast(d, hn::Add(hn::BitCast(di, p), hn::ShiftLeft<23>(hn::BitCast(di, t))));
+#endif
+}
+
+#if HWY_HAVE_FLOAT64
+HWY_INLINE Vec<double> Exp2(Vec<double> s) {
+  const Tag<double> d;
+  constexpr double kCoefficients[] = {  // ln(2)^k / k!, k = 13 ... 1
+      1.3691488853904128e-12, 2.5678435993488201e-11, 4.4455382718708116e-10, 7.0549116208011233e-09,
+      1.0178086009239699e-07, 1.3215486790144310e-06, 1.5252733804059841e-05, 1.5403530393381608e-04,
+      1.3333558146428443e-03, 9.6181291076284772e-03, 5.5504108664821580e-02, 2.4022650695910071e-01,
+      6.9314718055994531e-01};
+  s = hn::Max(hn::Set(d, -1023.0), s);
+  const Vec<double> magic = hn::Set(d, 6755399441055744.0);  // 1.5 * 2^52
+  const Vec<double> t = hn::Add(s, magic);
+  const Vec<double> f = hn::Sub(s, hn::Sub(t, magic));
+  Vec<double> p = hn::Set(d, kCoefficients[0]);
+  for (int i = 1; i < 13; i++) p = hn::MulAdd(p, f, hn::Set(d, kCoefficients[i]));
+  p = hn::MulAdd(p, f, hn::Set(d, 1.0));
+  const hn::RebindToSigned<Tag<double>> di;
+  return hn::BitCast(d, hn::Add(hn::BitCast(di, p), hn::ShiftLeft<52>(hn::BitCast(di, t))));
+}
+#endif
+
+}  // namespace HWY_NAMESPACE
+}  // namespace qkv::kernels
+HWY_AFTER_NAMESPACE();
+
+#endif  // toggle
