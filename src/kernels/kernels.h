@@ -23,27 +23,33 @@ struct KvSegment {
 
 /// One dense term added to the scores of this (batch, KV head): element (token, head of the group, key) is at
 /// data + token * token_stride + head * head_stride + key * key_stride (elements). boolean: true = 0, false = -inf.
+/// tiles: what the term does to a tile of kDenseTileTokens tokens x one key block of the prefill kernel: bit 0: something
+/// is visible, bit 1: something is not 0. Element (token tile, head, key block). nullptr: look at every element.
 struct DenseTerm {
   const void* data;
   DType dtype;
-  int64_t token_stride;
-  int64_t head_stride;
-  int64_t key_stride;
+  int64_t token_stride, head_stride, key_stride;
+  const uint8_t* tiles;
+  int64_t tiles_token_stride, tiles_head_stride;
 };
+inline constexpr int64_t kDenseTileTokens = 16;
 
-/// Attention of some query tokens of one (batch, KV head) against a range of keys.
+/// Attention of some query rows of one (batch, KV head) against a range of keys.
 ///
-/// Row r is (token r / group_size, head r % group_size of the group): MHA, GQA and MQA are one code path.
-/// For row r:  s_j = scale * q_r . k_j ; softcap ; + dense terms ; - slope |p - j| ; hidden keys -inf
-///             out_r = sum_j exp(s_j) v_j / sum_j exp(s_j) over its visible keys in [kv_begin, kv_end).
+/// Row r of the (batch, KV head) is (token r / group_size, head r % group_size of the group): MHA, GQA and MQA are one
+/// code path. A task holds the rows [row_begin, row_begin + n_rows). For each of them
+///   s_j = scale * q_r . k_j ; softcap ; + dense terms ; - slope |p - j| ; hidden keys -inf
+///   out_r = sum_j exp(s_j) v_j / sum_j exp(s_j) over its visible keys in [kv_begin, kv_end).
+/// The bits of a row do not depend on the other rows of the task.
 struct AttentionTask {
-  // Query rows: element (t, h, d) at q + t * q_token_stride + h * q_head_stride + d.
+  int64_t row_begin, n_rows;
+  int64_t group_size;
+  int64_t head_dim_qk, head_dim_v;
+
+  // Queries: element (token, head, d) at q + token * q_token_stride + head * q_head_stride + d.
   const void* q;
   DType q_dtype;
   int64_t q_token_stride, q_head_stride;
-  int64_t n_tokens;
-  int64_t group_size;
-  int64_t head_dim_qk, head_dim_v;
 
   // Keys and values.
   const KvSegment* segments;  // ascending, without gaps, covering [kv_begin, kv_end)
@@ -54,33 +60,34 @@ struct AttentionTask {
 
   // Scores.
   double scale;
-  double softcap;              // 0: none
-  const RowRange* ranges;      // [n_tokens] visible keys of each token; nullptr: [kv_begin, kv_end)
+  double softcap;          // 0: none
+  const RowRange* ranges;  // visible keys of the tokens row_begin / group_size ...; nullptr: [kv_begin, kv_end)
   const DenseTerm* dense;
   int64_t n_dense;
-  const int32_t* q_ids;        // [n_tokens] and [n_kv]: visible only if equal; nullptr: no documents
+  const int32_t* q_ids;  // by token and by key: visible only if equal; nullptr: no documents
   const int32_t* kv_ids;
   const double* alibi_slopes;  // [group_size] or nullptr
   int64_t first_position;      // p of token 0, for ALiBi
   const double* sinks;         // [group_size] natural-log logits, or nullptr
 
-  // Dropout: weight (b, h, i, j) is dropped by Philox keyed by (seed, b, h), counter (i, j). keep = 1: none.
-  double keep;
+  // Dropout: see philox.h; head 0 of the group is first_head of the batch entry. 0: none.
+  double dropout;
   uint64_t seed;
-  int64_t batch_index, first_head, first_token;
+  int64_t dropout_stream;  // h + num_heads * b of head 0 of the group
 
-  // Results. out may be nullptr. element (t, h, d) at out + t * out_token_stride + h * out_head_stride + d.
+  // Results. Element (token, head, d) at out + token * out_token_stride + head * out_head_stride + d.
   void* out;
   DType out_dtype;
   int64_t out_token_stride, out_head_stride;
-  // log2 state of each row [n_tokens * group_size] in the arithmetic type (f32, f64 for f64): sum_j 2^(s_j log2 e) =
-  // l * 2^m, m an integer; l = 0 if the row sees no key and has no sink. May be nullptr (both or none).
+  // true: out holds, per row of the task, head_dim_v sums before the division by l, in the arithmetic type, dense
+  // [n_rows, head_dim_v] (a part of a split that is merged later).
+  bool unnormalised;
+  // log2 state of each row of the task in the arithmetic type (f32, f64 for f64): sum_j exp(s_j) = l * 2^m, m an
+  // integer; l = 0 if the row sees no key and has no sink. Both or none; written by attention, read by weights.
   void* state_m;
   void* state_l;
-  // true: out is the sum before the division by l, in the arithmetic type (a part of a split that is merged later).
-  bool unnormalised;
-  // Softmax weights, arithmetic type, element (t, h, j) at weights + t * token_stride + h * head_stride + j; every j of
-  // [0, n_weights) is written. nullptr: not wanted.
+
+  // Softmax weights (the weights kernel only), arithmetic type, element (token, head, j); every j of [0, n_weights).
   void* weights;
   int64_t weights_token_stride, weights_head_stride;
   int64_t n_weights;
@@ -105,14 +112,18 @@ struct LinearTask {
 /// The kernels of one instruction set.
 struct KernelTable {
   const char* target;  // Highway's name
-  // Queries in the lanes: many rows. tile_q rows of a panel, tile_kv keys of a block. [0] f32, [1] f64.
+  // Queries in the lanes: many rows. [0] f32, [1] f64. tile_q rows of a panel, tile_kv keys of a block; a task holds at
+  // most task_rows rows.
   int64_t tile_q[2];
+  int64_t task_rows[2];
   int64_t tile_kv;
-  int64_t panels;  // panels of one query block; a task holds at most panels * tile_q rows
   void (*prefill[2])(const AttentionTask&);
+  void (*prefill_weights[2])(const AttentionTask&);  // reads state_m and state_l, writes weights only
   int64_t (*prefill_scratch_bytes[2])(int64_t head_dim_qk, int64_t head_dim_v);
-  // Head dim in the lanes: few rows.
+  // Head dim in the lanes: few rows (at most decode_rows).
+  int64_t decode_rows;
   void (*decode[2])(const AttentionTask&);
+  void (*decode_weights[2])(const AttentionTask&);
   int64_t (*decode_scratch_bytes[2])(int64_t head_dim_qk, int64_t head_dim_v);
   // Projections.
   void (*linear)(const LinearTask&);
