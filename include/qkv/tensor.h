@@ -74,5 +74,6 @@ using ConstTensor = BasicTensor<const void*>;
 
 /// "[2, 8, 4, 64]" - the form of every error text.
 QKV_EXPORT std::string shape_text(const ConstTensor& t);
+QKV_EXPORT std::string shape_text(std::span<const int64_t> shape);
 
 }  // namespace qkv
