@@ -26,7 +26,7 @@ struct QKV_EXPORT LayerConfig {
   std::optional<double> scale;  ///< default 1 / sqrt(head_dim_qk)
   double softcap = 0;
 
-  /// The lesson's argument order. dim_q defaults to dim_k.
+  /// The lesson's argument order. dim_q defaults to dim_k. The sizes are checked at once.
   static LayerConfig mha(int64_t num_heads, int64_t dim_k, int64_t dim_v, int64_t head_dim_qk, int64_t head_dim_v,
                          int64_t dim_out, int64_t dim_q = 0);
   static LayerConfig mqa(int64_t num_heads, int64_t dim_k, int64_t dim_v, int64_t head_dim_qk, int64_t head_dim_v,
@@ -39,12 +39,13 @@ struct QKV_EXPORT LayerConfig {
   int64_t num_parameters() const;
   /// Bytes of K and V per token in a cache of elements of this type.
   int64_t kv_bytes_per_token(DType dtype) const;
-  /// Throws Error, naming caller, if a size is not positive or num_kv_heads does not divide num_heads.
+  /// Throws Error, naming caller, if a size is not positive, num_kv_heads does not divide num_heads, the number of
+  /// parameters overflows, or scale or softcap is not a finite number (softcap: >= 0).
   void check(const char* caller) const;
 };
 
 /// The parameters in f32, row-major [out, in] as torch.nn.Linear stores them. An absent bias is an empty vector.
-struct LayerWeights {
+struct QKV_EXPORT LayerWeights {
   LayerConfig config;
   std::vector<float> fc_q_weight;  ///< [num_heads * head_dim_qk, dim_q]
   std::vector<float> fc_q_bias;
@@ -54,6 +55,9 @@ struct LayerWeights {
   std::vector<float> fc_v_bias;
   std::vector<float> fc_o_weight;  ///< [dim_out, num_heads * head_dim_v]
   std::vector<float> fc_o_bias;
+
+  /// Throws Error, naming caller, if config.check() fails or an array does not have the size that config asks for.
+  void check(const char* caller) const;
 };
 
 struct LayerOptions {
