@@ -12,23 +12,23 @@
 namespace qkv {
 
 struct AttentionOptions {
-  Mask mask;                    ///< default: every key is visible
-  ConstTensor bias;             ///< additive, broadcast over [batch, num_heads, n_q, n_kv] (2-D, 3-D [batch, n_q, n_kv], 4-D); -inf hides
-  std::optional<double> scale;  ///< default 1 / sqrt(head_dim_qk); taken literally if given (0 and negative too)
-  double softcap = 0;           ///< s = softcap * tanh(s / softcap) if > 0
-  ConstTensor sinks;            ///< [num_heads]: one more logit per head in the denominator
-  ConstTensor alibi_slopes;     ///< [num_heads]: s -= slope * |p - j|
-  double dropout = 0;           ///< probability that a weight is dropped; 0 <= dropout <= 1
-  uint64_t seed = 0;            ///< of the counter-based generator: same drops for any tiling and thread count
-  int num_threads = 0;          ///< 0: default_num_threads()
-  Executor* executor = nullptr; ///< nullptr: default_executor()
+  Mask mask{};                   ///< default: every key is visible
+  ConstTensor bias{};            ///< additive, broadcast over [batch, num_heads, n_q, n_kv] (2-D, 3-D [batch, n_q, n_kv], 4-D); -inf hides
+  std::optional<double> scale{}; ///< default 1 / sqrt(head_dim_qk); taken literally if given (0 and negative too)
+  double softcap = 0;            ///< s = softcap * tanh(s / softcap) if > 0
+  ConstTensor sinks{};           ///< [num_heads]: one more logit per head in the denominator
+  ConstTensor alibi_slopes{};    ///< [num_heads]: s -= slope * |p - j|
+  double dropout = 0;            ///< probability that a weight is dropped; 0 <= dropout <= 1
+  uint64_t seed = 0;             ///< of the counter-based generator: same drops for any tiling and thread count
+  int num_threads = 0;           ///< 0: default_num_threads()
+  Executor* executor = nullptr;  ///< nullptr: default_executor()
 };
 
 /// An empty tensor means "not wanted". Asking for more never changes out by a bit.
 struct AttentionOutputs {
-  Tensor out;
-  Tensor lse;
-  Tensor weights;
+  Tensor out{};
+  Tensor lse{};
+  Tensor weights{};
 };
 
 /// Exact attention: out = softmax(scale * q k^T over visible keys) v, per head.

@@ -61,8 +61,8 @@ struct QKV_EXPORT LayerWeights {
 };
 
 struct LayerOptions {
-  Mask mask;
-  ConstTensor bias;  ///< the lesson's additive mask [batch, n_q, n_kv] (any broadcast of [batch, num_heads, n_q, n_kv] too)
+  Mask mask{};
+  ConstTensor bias{};  ///< the lesson's additive mask [batch, n_q, n_kv] (any broadcast of [batch, num_heads, n_q, n_kv] too)
   int num_threads = 0;
   Executor* executor = nullptr;
 };
@@ -70,8 +70,8 @@ struct LayerOptions {
 /// output [batch, n_q, dim_out]; weights head-major [num_heads * batch, n_q, n_kv], index h * batch + b, or empty: then
 /// they are never built.
 struct LayerOutputs {
-  Tensor output;
-  Tensor weights;
+  Tensor output{};
+  Tensor weights{};
 };
 
 /// output = fc_o(concat over heads of attention(split(fc_q(q)), split(fc_k(k)), split(fc_v(v)), mask)).
