@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: plan. Small questions of the schedule about a mask, and the broadcasting of tensors over
+// the scores.
+#include "mask_terms.h"
+
+#include <algorithm>
+
+namespace qkv {
+
+using Term = Mask::Term;
+using Kind = Mask::Term::Kind;
+
+ScoreStrides score_strides(const ConstTensor& t) {
+  auto stride = [&](int axis) { return axis >= 0 && t.shape[axis] != 1 ? t.stride[axis] : 0; };
+  return {stride(t.rank > 2 ? 0 : -1), stride(t.rank > 3 ? 1 : -1), stride(t.rank - 2),
+          stride(t.rank - 1)};
+}
+
+void check_scores_tensor(const ConstTensor& t, const MaskShape& shape, const char* caller,
+                         const char* what) {
+  const int64_t scores[4] = {shape.batch, shape.num_heads, shape.n_q, shape.n_kv};
+  bool fits = t.rank >= 2;
+  for (int axis = 0; axis < t.rank; ++axis) {
+    const int score_axis =
+        t.rank == 3 && axis == 0 ? 0 : axis + 4 - t.rank;  // 3-D has no axis of heads
+    fits &= t.shape[axis] == scores[score_axis] || t.shape[axis] == 1;
+  }
+  if (fits) return;
+  throw Error(std::string(caller) + ": " + what +
+              " does not broadcast over [batch, num_heads, n_q, n_kv], got " + what + " " +
+              shape_text(t) + " and scores " + shape_text(shape));
+}
+
+std::string shape_text(const MaskShape& shape) {
+  const int64_t scores[4] = {shape.batch, shape.num_heads, shape.n_q, shape.n_kv};
+  return shape_text(std::span<const int64_t>(scores));
+}
+
+int64_t keys_of_entry(const Mask& mask, const MaskShape& shape, int64_t b) {
+  for (const Term& t : mask.terms())
+    if (t.kind == Kind::lengths)
+      return std::clamp<int64_t>((*t.lengths)[static_cast<size_t>(b)], 0, shape.n_kv);
+  return shape.n_kv;
+}
+
+bool is_aligned_by_length(const Mask& mask) {
+  bool has_lengths = false, has_bottom_right = false;
+  for (const Term& t : mask.terms()) {
+    has_lengths |= t.kind == Kind::lengths;
+    has_bottom_right |= t.is_aligned() && t.alignment == Alignment::bottom_right;
+  }
+  return has_lengths && has_bottom_right;
+}
+
+int64_t first_position(const Mask& mask, const MaskShape& shape, int64_t b) {
+  bool has_top_left = false, has_bottom_right = false;
+  for (const Term& t : mask.terms())
+    if (t.is_aligned())
+      (t.alignment == Alignment::top_left ? has_top_left : has_bottom_right) = true;
+  if (has_top_left && !has_bottom_right) return 0;
+  return (is_aligned_by_length(mask) ? keys_of_entry(mask, shape, b) : shape.n_kv) - shape.n_q;
+}
+
+const MaskDocuments* scattered_documents(const Mask& mask) {
+  for (const Term& t : mask.terms())
+    if (t.kind == Kind::documents && t.documents->is_scattered) return t.documents.get();
+  return nullptr;
+}
+
+}  // namespace qkv
