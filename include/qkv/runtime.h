@@ -30,8 +30,8 @@ QKV_EXPORT int default_num_threads();
 /// 0 restores the default; negative is refused.
 QKV_EXPORT void set_num_threads(int n);
 
-/// Forces an instruction set for the whole process: "auto", "baseline", "avx2", "avx512", "neon". Throws Error if this
-/// machine cannot run it. The environment variable QKV_ISA does the same at the first call. Not for use during calls.
+/// Forces an instruction set for the whole process: "auto", "baseline", "sse4", "avx2", "avx512", "neon". Throws Error if
+/// this machine cannot run it. The environment variable QKV_ISA does the same at the first call. Not for use during calls.
 QKV_EXPORT void set_isa(std::string_view isa);
 
 struct Info {
