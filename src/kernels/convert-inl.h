@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: kernel (compiled once per Highway target). Rows of any element type in and out of the arithmetic type, and 4 x 4
-// transposes between natural rows and panels. A new element type is a case here.
+// Tier: kernel (compiled once per Highway target). Rows of any element type in and out of the
+// arithmetic type, and 4 x 4 transposes between natural rows and panels. A new element type is a
+// case here.
 #if defined(QKV_KERNELS_CONVERT_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef QKV_KERNELS_CONVERT_INL_H_
 #undef QKV_KERNELS_CONVERT_INL_H_
@@ -33,11 +34,13 @@ HWY_INLINE void ScaleRow(const T* HWY_RESTRICT src, int64_t n, T factor, T* HWY_
   const Tag<T> d;
   const auto f = hn::Set(d, factor);
   int64_t x = 0;
-  for (; x + kLanes<T> <= n; x += kLanes<T>) hn::StoreU(hn::Mul(hn::LoadU(d, src + x), f), d, dst + x);
+  for (; x + kLanes<T> <= n; x += kLanes<T>)
+    hn::StoreU(hn::Mul(hn::LoadU(d, src + x), f), d, dst + x);
   for (; x < n; x++) dst[x] = src[x] * factor;
 }
 
-HWY_INLINE void ScaleRow(const bf16_t* HWY_RESTRICT src, int64_t n, float factor, float* HWY_RESTRICT dst) {
+HWY_INLINE void ScaleRow(const bf16_t* HWY_RESTRICT src, int64_t n, float factor,
+                         float* HWY_RESTRICT dst) {
   const Tag<float> d;
   const hn::Rebind<uint16_t, Tag<float>> d16;
   const hn::RebindToUnsigned<Tag<float>> d32;
@@ -51,7 +54,8 @@ HWY_INLINE void ScaleRow(const bf16_t* HWY_RESTRICT src, int64_t n, float factor
   for (; x < n; x++) dst[x] = FloatFromBits(static_cast<uint32_t>(bits[x]) << 16) * factor;
 }
 
-HWY_INLINE void ScaleRow(const f16_t* HWY_RESTRICT src, int64_t n, float factor, float* HWY_RESTRICT dst) {
+HWY_INLINE void ScaleRow(const f16_t* HWY_RESTRICT src, int64_t n, float factor,
+                         float* HWY_RESTRICT dst) {
   int64_t x = 0;
 #if HWY_TARGET <= HWY_AVX2 && HWY_ARCH_X86 || HWY_ARCH_ARM_A64
   const Tag<float> d;
@@ -66,12 +70,14 @@ HWY_INLINE void ScaleRow(const f16_t* HWY_RESTRICT src, int64_t n, float factor,
 }
 
 // dst[0, n) = src[0, n) * factor in the arithmetic type.
-HWY_INLINE void LoadRow(const void* src, DType t, int64_t n, float factor, float* HWY_RESTRICT dst) {
+HWY_INLINE void LoadRow(const void* src, DType t, int64_t n, float factor,
+                        float* HWY_RESTRICT dst) {
   if (t == DType::f32) return ScaleRow(static_cast<const float*>(src), n, factor, dst);
   if (t == DType::bf16) return ScaleRow(static_cast<const bf16_t*>(src), n, factor, dst);
   ScaleRow(static_cast<const f16_t*>(src), n, factor, dst);
 }
-HWY_INLINE void LoadRow(const void* src, DType, int64_t n, double factor, double* HWY_RESTRICT dst) {
+HWY_INLINE void LoadRow(const void* src, DType, int64_t n, double factor,
+                        double* HWY_RESTRICT dst) {
   ScaleRow(static_cast<const double*>(src), n, factor, dst);
 }
 
@@ -79,7 +85,7 @@ HWY_INLINE void LoadRow(const void* src, DType, int64_t n, double factor, double
 HWY_INLINE void StoreRow(const float* HWY_RESTRICT src, DType t, int64_t n, void* dst) {
   int64_t x = 0;
   if (t == DType::f32) {
-    hwy::CopyBytes(src, dst, static_cast<size_t>(n) * sizeof(float));
+    __builtin_memcpy(dst, src, static_cast<size_t>(n) * sizeof(float));
   } else if (t == DType::bf16) {
     const Tag<float> d;
     const hn::Rebind<uint16_t, Tag<float>> d16;
@@ -92,8 +98,9 @@ HWY_INLINE void StoreRow(const float* HWY_RESTRICT src, DType t, int64_t n, void
       const auto rounded = hn::Add(u, hn::Add(odd, hn::Set(d32, 0x7fff)));
       const auto quiet = hn::Or(u, hn::Set(d32, 0x400000));
       const auto bits = hn::IfThenElse(hn::RebindMask(d32, hn::Eq(v, v)), rounded, quiet);
-      hn::StoreU(hn::DemoteTo(d16, hn::BitCast(hn::RebindToSigned<decltype(d32)>(), hn::ShiftRight<16>(bits))), d16,
-                 to + x);
+      hn::StoreU(hn::DemoteTo(d16, hn::BitCast(hn::RebindToSigned<decltype(d32)>(),
+                                               hn::ShiftRight<16>(bits))),
+                 d16, to + x);
     }
     for (; x < n; x++) to[x] = to_bf16(src[x]).bits;
   } else {
@@ -102,19 +109,21 @@ HWY_INLINE void StoreRow(const float* HWY_RESTRICT src, DType t, int64_t n, void
     const Tag<float> d;
     const hn::Rebind<hwy::float16_t, Tag<float>> d16;
     for (; x + kLanes<float> <= n; x += kLanes<float>) {
-      hn::StoreU(hn::DemoteTo(d16, hn::LoadU(d, src + x)), d16, reinterpret_cast<hwy::float16_t*>(to) + x);
+      hn::StoreU(hn::DemoteTo(d16, hn::LoadU(d, src + x)), d16,
+                 reinterpret_cast<hwy::float16_t*>(to) + x);
     }
 #endif
     for (; x < n; x++) to[x] = to_f16(src[x]);
   }
 }
 HWY_INLINE void StoreRow(const double* HWY_RESTRICT src, DType, int64_t n, void* dst) {
-  hwy::CopyBytes(src, dst, static_cast<size_t>(n) * sizeof(double));
+  __builtin_memcpy(dst, src, static_cast<size_t>(n) * sizeof(double));
 }
 
 // out[x][i] = in[i][x] for a 4 x 4 block.
 template <class T>
-HWY_INLINE void Transpose4(const T* HWY_RESTRICT in, int64_t in_stride, T* HWY_RESTRICT out, int64_t out_stride) {
+HWY_INLINE void Transpose4(const T* HWY_RESTRICT in, int64_t in_stride, T* HWY_RESTRICT out,
+                           int64_t out_stride) {
   for (int i = 0; i < 4; i++) {
     for (int x = 0; x < 4; x++) out[x * out_stride + i] = in[i * in_stride + x];
   }

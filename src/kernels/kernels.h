@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: kernel. The written contract of every kernel: this is all that the schedule knows of the code in this folder.
+// Tier: kernel. The written contract of every kernel: this is all that the schedule knows of the
+// code in this folder.
 //
-// Rules of this folder: everything inside Highway's per-target namespace; include only <cstddef>, <cstdint>, <utility>,
-// Highway and sibling files (inline copies of other templates would leak out of an object compiled for a newer instruction
-// set); no allocation, no locks, no globals. Kernels are noexcept and never read an element outside the extents given here.
+// Rules of this folder: everything inside Highway's per-target namespace; include only <cstddef>,
+// <cstdint>, <utility>, Highway and sibling files (inline copies of other templates would leak out
+// of an object compiled for a newer instruction set); no allocation, no locks, no globals. Kernels
+// are noexcept and never read an element outside the extents given here.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -13,7 +15,8 @@
 
 namespace qkv::kernels {
 
-/// A run of keys whose K and V rows are equally spaced. Keys [begin, begin + count) of the sequence.
+/// A run of keys whose K and V rows are equally spaced. Keys [begin, begin + count) of the
+/// sequence.
 struct KvSegment {
   const void* k;  // row of key `begin`
   const void* v;
@@ -21,10 +24,11 @@ struct KvSegment {
   int64_t count;
 };
 
-/// One dense term added to the scores of this (batch, KV head): element (token, head of the group, key) is at
-/// data + token * token_stride + head * head_stride + key * key_stride (elements). boolean: true = 0, false = -inf.
-/// tiles: what the term does to a tile of kDenseTileTokens tokens x one key block of the prefill kernel: bit 0: something
-/// is visible, bit 1: something is not 0. Element (token tile, head, key block). nullptr: look at every element.
+/// One dense term added to the scores of this (batch, KV head): element (token, head of the group,
+/// key) is at data + token * token_stride + head * head_stride + key * key_stride (elements).
+/// boolean: true = 0, false = -inf. tiles: what the term does to a tile of kDenseTileTokens tokens
+/// x one key block of the prefill kernel: bit 0: something is visible, bit 1: something is not 0.
+/// Element (token tile, head, key block). nullptr: look at every element.
 struct DenseTerm {
   const void* data;
   DType dtype;
@@ -36,8 +40,9 @@ inline constexpr int64_t kDenseTileTokens = 16;
 
 /// Attention of some query rows of one (batch, KV head) against a range of keys.
 ///
-/// Row r of the (batch, KV head) is (token r / group_size, head r % group_size of the group): MHA, GQA and MQA are one
-/// code path. A task holds the rows [row_begin, row_begin + n_rows). For each of them
+/// Row r of the (batch, KV head) is (token r / group_size, head r % group_size of the group): MHA,
+/// GQA and MQA are one code path. A task holds the rows [row_begin, row_begin + n_rows). For each
+/// of them
 ///   s_j = scale * q_r . k_j ; softcap ; + dense terms ; - slope |p - j| ; hidden keys -inf
 ///   out_r = sum_j exp(s_j) v_j / sum_j exp(s_j) over its visible keys in [kv_begin, kv_end).
 /// The bits of a row do not depend on the other rows of the task.
@@ -60,8 +65,9 @@ struct AttentionTask {
 
   // Scores.
   double scale;
-  double softcap;          // 0: none
-  const RowRange* ranges;  // visible keys of the tokens row_begin / group_size ...; nullptr: [kv_begin, kv_end)
+  double softcap;  // 0: none
+  const RowRange*
+      ranges;  // visible keys of the tokens row_begin / group_size ...; nullptr: [kv_begin, kv_end)
   const DenseTerm* dense;
   int64_t n_dense;
   const int32_t* q_ids;  // by token and by key: visible only if equal; nullptr: no documents
@@ -75,19 +81,22 @@ struct AttentionTask {
   uint64_t seed;
   int64_t dropout_stream;  // h + num_heads * b of head 0 of the group
 
-  // Results. Element (token, head, d) at out + token * out_token_stride + head * out_head_stride + d.
+  // Results. Element (token, head, d) at out + token * out_token_stride + head * out_head_stride +
+  // d.
   void* out;
   DType out_dtype;
   int64_t out_token_stride, out_head_stride;
-  // true: out holds, per row of the task, head_dim_v sums before the division by l, in the arithmetic type, dense
-  // [n_rows, head_dim_v] (a part of a split that is merged later).
+  // true: out holds, per row of the task, head_dim_v sums before the division by l, in the
+  // arithmetic type, dense [n_rows, head_dim_v] (a part of a split that is merged later).
   bool unnormalised;
-  // log2 state of each row of the task in the arithmetic type (f32, f64 for f64): sum_j exp(s_j) = l * 2^m, m an
-  // integer; l = 0 if the row sees no key and has no sink. Both or none; written by attention, read by weights.
+  // log2 state of each row of the task in the arithmetic type (f32, f64 for f64): sum_j exp(s_j) =
+  // l * 2^m, m an integer; l = 0 if the row sees no key and has no sink. Both or none; written by
+  // attention, read by weights.
   void* state_m;
   void* state_l;
 
-  // Softmax weights (the weights kernel only), arithmetic type, element (token, head, j); every j of [0, n_weights).
+  // Softmax weights (the weights kernel only), arithmetic type, element (token, head, j); every j
+  // of [0, n_weights).
   void* weights;
   int64_t weights_token_stride, weights_head_stride;
   int64_t n_weights;
@@ -112,13 +121,14 @@ struct LinearTask {
 /// The kernels of one instruction set.
 struct KernelTable {
   const char* target;  // Highway's name
-  // Queries in the lanes: many rows. [0] f32, [1] f64. tile_q rows of a panel, tile_kv keys of a block; a task holds at
-  // most task_rows rows.
+  // Queries in the lanes: many rows. [0] f32, [1] f64. tile_q rows of a panel, tile_kv keys of a
+  // block; a task holds at most task_rows rows.
   int64_t tile_q[2];
   int64_t task_rows[2];
   int64_t tile_kv;
   void (*prefill[2])(const AttentionTask&);
-  void (*prefill_weights[2])(const AttentionTask&);  // reads state_m and state_l, writes weights only
+  void (*prefill_weights[2])(
+      const AttentionTask&);  // reads state_m and state_l, writes weights only
   int64_t (*prefill_scratch_bytes[2])(int64_t head_dim_qk, int64_t head_dim_v);
   // Head dim in the lanes: few rows (at most decode_rows).
   int64_t decode_rows;

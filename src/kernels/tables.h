@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: kernel. Each kernel family is one translation unit; it hands its functions for the target in force to kernels.cpp.
+// Tier: kernel. Each kernel family is one translation unit; it hands its functions for the target
+// in force to kernels.cpp.
 #pragma once
 #include "kernels/kernels.h"
 

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: kernel (compiled once per Highway target). The register tile under every product of the library, exp2, and the
-// coding rules that make gcc 12 and clang 14 both keep the accumulators in registers:
+// Tier: kernel (compiled once per Highway target). The register tile under every product of the
+// library, exp2, and the coding rules that make gcc 12 and clang 14 both keep the accumulators in
+// registers:
 //   - accumulators are a plain local array indexed by compile-time constants only (Each);
-//   - each loaded panel vector is pinned by value (Pin), never by reference to an array element; broadcasts are not pinned;
+//   - each loaded panel vector is pinned by value (Pin), never by reference to an array element;
+//   broadcasts are not pinned;
 //   - the loop over the inner dimension is not unrolled by hand;
 //   - one HWY_NOINLINE function per hot loop nest.
 #if defined(QKV_KERNELS_TILE_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -41,8 +43,9 @@ using Vec = hn::Vec<Tag<T>>;
 template <class T>
 inline constexpr int kLanes = static_cast<int>(hn::MaxLanes(Tag<T>()));
 
-// Rows and vectors of the tile, chosen so that accumulators + panel vectors + 1 fit the register file and loads do not
-// limit the FMAs (measured on Zen 3, Zen 4 and Zen 5: 8 x 2 of 512 bits and 4 x 3 of 256 bits run at 0.99 of the peak).
+// Rows and vectors of the tile, chosen so that accumulators + panel vectors + 1 fit the register
+// file and loads do not limit the FMAs (measured on Zen 3, Zen 4 and Zen 5: 8 x 2 of 512 bits and 4
+// x 3 of 256 bits run at 0.99 of the peak).
 #if HWY_TARGET <= HWY_AVX3
 inline constexpr int kTileRows = 8, kTileVectors = 2;
 #elif HWY_TARGET == HWY_AVX2
@@ -57,9 +60,10 @@ inline constexpr int kTileRows = 8, kTileVectors = 2;
 
 // Lanes of a panel: the leading dimension of every transposed block.
 template <class T>
-inline constexpr int kPanel = kTileVectors * kLanes<T>;
+inline constexpr int kPanel = kTileVectors* kLanes<T>;
 
-// Keeps a loaded vector in a register, so that gcc does not fold the load into every FMA that uses it.
+// Keeps a loaded vector in a register, so that gcc does not fold the load into every FMA that uses
+// it.
 template <class V>
 HWY_INLINE V Pin(V v) {
 #if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
@@ -85,11 +89,12 @@ HWY_INLINE void Each(F f) {
 //   A(i, u): kRowsAreStrided ? a[i * lda + u] : a[u * lda + i]   broadcast, natural layout
 //   B[u][j]: vector j of b + u * ldb                             aligned panel
 template <class T, int kRows, int kVectors, bool kRowsAreStrided, class Init, class Done>
-HWY_INLINE void Tile(const T* HWY_RESTRICT a, size_t lda, const T* HWY_RESTRICT b, size_t ldb, size_t n, Init init,
-                     Done done) {
+HWY_INLINE void Tile(const T* HWY_RESTRICT a, size_t lda, const T* HWY_RESTRICT b, size_t ldb,
+                     size_t n, Init init, Done done) {
   const Tag<T> d;
   Vec<T> acc[kRows][kVectors];
-  Each<kRows>([&](auto i) HWY_ATTR { Each<kVectors>([&](auto j) HWY_ATTR { acc[i][j] = init(i, j); }); });
+  Each<kRows>([&](auto i)
+                  HWY_ATTR { Each<kVectors>([&](auto j) HWY_ATTR { acc[i][j] = init(i, j); }); });
   for (size_t u = 0; u < n; u++) {
     Vec<T> panel[kVectors];
     Each<kVectors>([&](auto j) HWY_ATTR { panel[j] = Pin(hn::Load(d, b + j * kLanes<T>)); });
@@ -100,7 +105,8 @@ HWY_INLINE void Tile(const T* HWY_RESTRICT a, size_t lda, const T* HWY_RESTRICT 
     a += kRowsAreStrided ? 1 : lda;
     b += ldb;
   }
-  Each<kRows>([&](auto i) HWY_ATTR { Each<kVectors>([&](auto j) HWY_ATTR { done(i, j, acc[i][j]); }); });
+  Each<kRows>([&](auto i)
+                  HWY_ATTR { Each<kVectors>([&](auto j) HWY_ATTR { done(i, j, acc[i][j]); }); });
 }
 
 // Calls body(offset, rows as a constant) for n = kTileRows + ... + kTileRows + 4 + 2 + 1.
@@ -112,16 +118,19 @@ HWY_INLINE void ForRows(size_t n, Body body, size_t begin = 0) {
   }
 }
 
-// 2^s, for s <= 127. Exact at s = 0 and exactly 0 for s <= -127 (-inf too): a hidden score needs no other treatment.
-// NaN stays NaN. f32: degree 5 with constant term 1 (own minimax fit), 2.1 ulp. f64: Taylor, degree 13, about 1 ulp.
+// 2^s, for s <= 127. Exact at s = 0 and exactly 0 for s <= -127 (-inf too): a hidden score needs no
+// other treatment. NaN stays NaN. f32: degree 5 with constant term 1 (own minimax fit), 2.1 ulp.
+// f64: Taylor, degree 13, about 1 ulp.
 HWY_INLINE Vec<float> Exp2(Vec<float> s) {
   const Tag<float> d;
 #if HWY_TARGET <= HWY_AVX3
-  // vreduceps gives s - round(s), and 0 for infinities; vscalefps underflows by itself. The only intrinsics here.
+  // vreduceps gives s - round(s), and 0 for infinities; vscalefps underflows by itself. The only
+  // intrinsics here.
   const Vec<float> f{_mm512_reduce_ps(s.raw, 0)};
   const Vec<float> r = hn::Round(s);
 #else
-  s = hn::Max(hn::Set(d, -127.0f), s);  // in this order: maxps returns its second operand if one is NaN
+  s = hn::Max(hn::Set(d, -127.0f),
+              s);  // in this order: maxps returns its second operand if one is NaN
   const Vec<float> magic = hn::Set(d, 12582912.0f);  // 1.5 * 2^23: leaves round(s) in the low bits
   const Vec<float> t = hn::Add(s, magic);
   const Vec<float> f = hn::Sub(s, hn::Sub(t, magic));
@@ -142,10 +151,12 @@ HWY_INLINE Vec<float> Exp2(Vec<float> s) {
 #if HWY_HAVE_FLOAT64
 HWY_INLINE Vec<double> Exp2(Vec<double> s) {
   const Tag<double> d;
-  constexpr double kCoefficients[] = {  // ln(2)^k / k!, k = 13 ... 1
-      1.3691488853904128e-12, 2.5678435993488201e-11, 4.4455382718708116e-10, 7.0549116208011233e-09,
-      1.0178086009239699e-07, 1.3215486790144310e-06, 1.5252733804059841e-05, 1.5403530393381608e-04,
-      1.3333558146428443e-03, 9.6181291076284772e-03, 5.5504108664821580e-02, 2.4022650695910071e-01,
+  constexpr double kCoefficients[] = {
+      // ln(2)^k / k!, k = 13 ... 1
+      1.3691488853904128e-12, 2.5678435993488201e-11, 4.4455382718708116e-10,
+      7.0549116208011233e-09, 1.0178086009239699e-07, 1.3215486790144310e-06,
+      1.5252733804059841e-05, 1.5403530393381608e-04, 1.3333558146428443e-03,
+      9.6181291076284772e-03, 5.5504108664821580e-02, 2.4022650695910071e-01,
       6.9314718055994531e-01};
   s = hn::Max(hn::Set(d, -1023.0), s);
   const Vec<double> magic = hn::Set(d, 6755399441055744.0);  // 1.5 * 2^52

@@ -1,0 +1,380 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: kernel (compiled once per Highway target). The operands of prefill: panels of query rows
+// (transposed, scaled, with their running state), blocks of keys (in place, or converted once for
+// all panels of the task), and the way out.
+#if defined(QKV_KERNELS_PANEL_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef QKV_KERNELS_PANEL_INL_H_
+#undef QKV_KERNELS_PANEL_INL_H_
+#else
+#define QKV_KERNELS_PANEL_INL_H_
+#endif
+
+#include "kernels/convert-inl.h"
+#include "kernels/dense-inl.h"
+#include "kernels/softmax-inl.h"
+#include "kernels/spans-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace qkv::kernels {
+namespace HWY_NAMESPACE {
+
+// Panels of a task: a block of K and V stays in L2 for all of them.
+inline constexpr int kMaxPanels = 4;
+
+// A key relative to a block, moved into it.
+HWY_INLINE int Within(int64_t key) {
+  return static_cast<int>(key < 0 ? 0 : key > kBlock ? kBlock : key);
+}
+
+HWY_INLINE int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+template <class T>
+struct KeyPiece {
+  const T* k;
+  const T* v;
+  int64_t k_stride, v_stride;
+  int begin, end;  // keys, relative to the block
+};
+
+template <class T>
+struct KeyBlock {
+  int64_t begin;
+  int n_pieces;
+  KeyPiece<T> piece[kBlock];
+};
+
+// f(piece, first key, number of keys) for the runs of keys [begin, end) that lie in one piece.
+template <class T, class F>
+HWY_INLINE void ForPieces(const KeyBlock<T>& block, int begin, int end, F f) {
+  for (int i = 0; i < block.n_pieces; i++) {
+    const KeyPiece<T>& piece = block.piece[i];
+    const int from = HWY_MAX(begin, piece.begin), to = HWY_MIN(end, piece.end);
+    if (from < to) f(piece, from, to - from);
+  }
+}
+
+template <class T>
+struct Panel {
+  static constexpr int kW = kPanel<T>;
+  T* qt;  // [head_dim_qk][lane], times scale and log2(e)
+  PanelState<T> state;
+  int64_t first_row;  // of the (batch, KV head)
+  int n_rows;
+  int64_t begin, end;  // keys that some row needs
+  VectorKeys keys[kTileVectors];
+  int64_t lo[kW], hi[kW];
+
+  int64_t token(const AttentionTask& task, int lane) const {
+    return (first_row + HWY_MIN(lane, n_rows - 1)) / task.group_size;
+  }
+  int64_t head(const AttentionTask& task, int lane) const {
+    return (first_row + HWY_MIN(lane, n_rows - 1)) % task.group_size;
+  }
+  void find_spans(const AttentionTask& task, int64_t k0, int from, int to, SpanList* spans) const {
+    const DenseUse use = UseOfDense(task, token(task, 0), token(task, n_rows - 1), k0 / kBlock);
+    spans->n = 0;
+    spans->dense = use == DenseUse::some;
+    if (use != DenseUse::hidden) FindSpans(keys, k0, from, to, spans);
+  }
+  // Visible keys of each lane relative to the block, as lane vectors.
+  void relative_ranges(int64_t k0, T* HWY_RESTRICT lo_out, T* HWY_RESTRICT hi_out) const {
+    for (int w = 0; w < kW; w++) {
+      lo_out[w] = static_cast<T>(Within(lo[w] - k0));
+      hi_out[w] = static_cast<T>(Within(hi[w] - k0));
+    }
+  }
+};
+
+// The scratch of one task, carved from AttentionTask::scratch.
+template <class T>
+struct PanelWork {
+  static constexpr int kW = kPanel<T>;
+  T *s, *dense, *seen;                                   // [kBlock][lane]
+  T *max, *unused, *zeros, *lo, *hi, *slope, *position;  // lane vectors
+  LaneInt<T>* q_ids;
+  T* rows;   // 4 rows of max(head_dim_qk, head_dim_v, kBlock)
+  T *k, *v;  // converted block
+  int64_t k_stride, v_stride;
+
+  // One formula for size and layout: take(n) hands out n elements.
+  template <class Take>
+  static void layout(int64_t head_dim_qk, int64_t head_dim_v, PanelWork* work, Panel<T>* panels,
+                     Take take) {
+    const int64_t dim_qk = RoundUp(head_dim_qk, kLanes<T> < 4 ? 4 : kLanes<T>);
+    const int64_t dim_v = RoundUp(head_dim_v, kLanes<T> < 4 ? 4 : kLanes<T>);
+    work->s = take(kBlock * kW), work->dense = take(kBlock * kW), work->seen = take(kBlock * kW);
+    work->max = take(kW), work->unused = take(kW), work->zeros = take(kW), work->lo = take(kW),
+    work->hi = take(kW);
+    work->slope = take(kW), work->position = take(kW);
+    work->q_ids = reinterpret_cast<LaneInt<T>*>(take(kW));
+    work->rows = take(4 * HWY_MAX(HWY_MAX(dim_qk, dim_v), kBlock));
+    work->k_stride = dim_qk, work->v_stride = dim_v;
+    work->k = take(kBlock * dim_qk), work->v = take(kBlock * dim_v);
+    for (int p = 0; p < kMaxPanels; p++) {
+      panels[p].qt = take(dim_qk * kW), panels[p].state.out = take(dim_v * kW);
+      panels[p].state.shift = take(kW), panels[p].state.sum = take(kW),
+      panels[p].state.threshold = take(kW);
+    }
+  }
+};
+
+template <class T>
+int64_t PanelScratchBytes(int64_t head_dim_qk, int64_t head_dim_v) {
+  PanelWork<T> work;
+  Panel<T> panels[kMaxPanels];
+  int64_t total = 0;
+  PanelWork<T>::layout(head_dim_qk, head_dim_v, &work, panels, [&](int64_t n) HWY_ATTR {
+    total += RoundUp(n * static_cast<int64_t>(sizeof(T)), kAlignment);
+    return static_cast<T*>(nullptr);
+  });
+  return total;
+}
+
+// Visible keys of the lanes and vectors of a panel.
+template <class T>
+HWY_INLINE void FindKeys(const AttentionTask& task, Panel<T>* panel) {
+  const int64_t base = task.row_begin / task.group_size;
+  panel->begin = task.kv_end;
+  panel->end = task.kv_begin;
+  for (int v = 0; v < kTileVectors; v++) {
+    VectorKeys keys = {task.kv_end, task.kv_begin, task.kv_begin, task.kv_end};
+    bool any_empty = false;
+    for (int w = v * kLanes<T>; w < (v + 1) * kLanes<T>; w++) {
+      int64_t lo = task.kv_begin, hi = task.kv_end;
+      if (task.ranges) {
+        const RowRange range = task.ranges[panel->token(task, w) - base];
+        lo = HWY_MAX(lo, range.lo), hi = HWY_MIN(hi, range.hi);
+      }
+      panel->lo[w] = lo, panel->hi[w] = hi;
+      if (lo < hi) {
+        keys.begin = HWY_MIN(keys.begin, lo), keys.end = HWY_MAX(keys.end, hi);
+        keys.full_begin = HWY_MAX(keys.full_begin, lo), keys.full_end = HWY_MIN(keys.full_end, hi);
+      } else {
+        any_empty = true;
+      }
+    }
+    if (v * kLanes<T> >= panel->n_rows || keys.begin >= keys.end) {
+      keys = {task.kv_begin, task.kv_begin, task.kv_end, task.kv_begin};
+    } else {
+      // Cuts at whole tiles; the ends of the keys themselves stay.
+      keys.begin = HWY_MAX(keys.begin / kTileRows * kTileRows, task.kv_begin);
+      keys.end = HWY_MIN(RoundUp(keys.end, kTileRows), task.kv_end);
+      if (keys.full_begin > task.kv_begin)
+        keys.full_begin = HWY_MIN(RoundUp(keys.full_begin, kTileRows), task.kv_end);
+      if (keys.full_end < task.kv_end)
+        keys.full_end = HWY_MAX(keys.full_end / kTileRows * kTileRows, task.kv_begin);
+      if (any_empty) keys.full_begin = task.kv_end, keys.full_end = task.kv_begin;
+      panel->begin = HWY_MIN(panel->begin, keys.begin), panel->end = HWY_MAX(panel->end, keys.end);
+    }
+    panel->keys[v] = keys;
+  }
+}
+
+// Q^T of a panel, from rows of any type: rows are scaled in natural order, then transposed 4 x 4.
+template <class T>
+HWY_INLINE void PackQueries(const AttentionTask& task, const PanelWork<T>& work, Panel<T>* panel) {
+  const double to_log2 = task.softcap > 0 ? 1.0 / task.softcap : kLog2E;
+  const T factor = static_cast<T>(task.scale * to_log2);
+  const int64_t stride = work.k_stride;
+  const int lanes = static_cast<int>(RoundUp(panel->n_rows, HWY_MAX(kLanes<T>, 4)));
+  for (int w = 0; w < lanes; w += 4) {  // vectors without any row are never read
+    for (int i = 0; i < 4; i++) {
+      if (w + i >= panel->n_rows) {  // lanes without a row compute with zeros
+        for (int64_t x = 0; x < stride; x++) work.rows[i * stride + x] = T{0};
+        continue;
+      }
+      const int64_t offset = panel->token(task, w + i) * task.q_token_stride +
+                             panel->head(task, w + i) * task.q_head_stride;
+      LoadRow(Advance(task.q, task.q_dtype, offset), task.q_dtype, task.head_dim_qk, factor,
+              work.rows + i * stride);
+      for (int64_t x = task.head_dim_qk; x < stride; x++) work.rows[i * stride + x] = T{0};
+    }
+    for (int64_t x = 0; x < task.head_dim_qk; x += 4) {
+      Transpose4(work.rows + x, stride, panel->qt + x * kPanel<T> + w, kPanel<T>);
+    }
+  }
+}
+
+// A sink is an initial state: its logit is in the sum before the first key.
+template <class T>
+HWY_INLINE void StartState(const AttentionTask& task, Panel<T>* panel) {
+  const Tag<T> d;
+  const PanelState<T>& state = panel->state;
+  for (int w = 0; w < kPanel<T>; w += kLanes<T>) {
+    hn::Store(hn::Zero(d), d, state.shift + w);
+    hn::Store(hn::Zero(d), d, state.sum + w);
+    hn::Store(NegativeInfinity<T>(), d, state.threshold + w);
+  }
+  for (int64_t x = 0; x < task.head_dim_v; x++) {
+    for (int w = 0; w < kPanel<T>; w += kLanes<T>)
+      hn::Store(hn::Zero(d), d, state.out + x * kPanel<T> + w);
+  }
+  if (!task.sinks) return;
+  for (int w = 0; w < kPanel<T>; w++)
+    state.sum[w] = static_cast<T>(task.sinks[panel->head(task, w)] * kLog2E);
+  for (int w = 0; w < kPanel<T>; w += kLanes<T>) {
+    const Vec<T> logit = hn::Load(d, state.sum + w);
+    const auto present = hn::Not(hn::Eq(logit, NegativeInfinity<T>()));
+    const Vec<T> reference = hn::IfThenElseZero(present, hn::Ceil(logit));
+    hn::Store(hn::Neg(reference), d, state.shift + w);
+    hn::Store(hn::IfThenElseZero(present, Exp2(hn::Sub(logit, reference))), d, state.sum + w);
+    hn::Store(
+        hn::IfThenElse(present, hn::Set(d, static_cast<T>(kRaiseAbove)), NegativeInfinity<T>()), d,
+        state.threshold + w);
+  }
+}
+
+// Carves the scratch and prepares the panels; returns their number.
+template <class T>
+HWY_INLINE int StartPanels(const AttentionTask& task, PanelWork<T>* work, Panel<T>* panels) {
+  char* at = static_cast<char*>(task.scratch);
+  PanelWork<T>::layout(task.head_dim_qk, task.head_dim_v, work, panels, [&](int64_t n) HWY_ATTR {
+    T* p = reinterpret_cast<T*>(at);
+    at += RoundUp(n * static_cast<int64_t>(sizeof(T)), kAlignment);
+    return p;
+  });
+  for (int w = 0; w < kPanel<T>; w++) work->zeros[w] = T{0};
+  int n = 0;
+  for (int64_t row = 0; row < task.n_rows; row += kPanel<T>, n++) {
+    Panel<T>* panel = &panels[n];
+    panel->first_row = task.row_begin + row;
+    panel->n_rows = static_cast<int>(HWY_MIN(task.n_rows - row, static_cast<int64_t>(kPanel<T>)));
+    FindKeys(task, panel);
+    PackQueries(task, *work, panel);
+    StartState(task, panel);
+  }
+  return n;
+}
+
+// Steps of the scores of a panel at the block k0.
+template <class T>
+HWY_INLINE void FillSteps(const AttentionTask& task, const PanelWork<T>& work,
+                          const Panel<T>& panel, int64_t k0, ScoreSteps<T>* steps) {
+  if (task.softcap > 0) {
+    steps->softcap = static_cast<T>(task.softcap * kLog2E);
+    steps->shift = panel.state.shift;
+  }
+  if (task.alibi_slopes) {
+    for (int w = 0; w < kPanel<T>; w++) {
+      work.slope[w] = static_cast<T>(task.alibi_slopes[panel.head(task, w)] * kLog2E);
+      work.position[w] = static_cast<T>(task.first_position + panel.token(task, w) - k0);
+    }
+    steps->slope = work.slope;
+    steps->position = work.position;
+  }
+  if (task.q_ids) {
+    for (int w = 0; w < kPanel<T>; w++) work.q_ids[w] = task.q_ids[panel.token(task, w)];
+    steps->q_ids = work.q_ids;
+    steps->kv_ids = task.kv_ids + k0;
+  }
+}
+
+// Keys [first, last) of the block at k0: in place if they are stored in the arithmetic type, else
+// converted.
+template <class T>
+HWY_INLINE void LoadBlock(const AttentionTask& task, const PanelWork<T>& work, int64_t k0,
+                          int first, int last, KeyBlock<T>* block) {
+  block->begin = k0;
+  block->n_pieces = 0;
+  const bool in_place = task.kv_dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
+  int64_t low = 0,
+          high = task.n_segments;  // the last segment that begins at or before the first key
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    (task.segments[middle].begin <= k0 + first ? low : high) = middle;
+  }
+  for (int key = first; key < last; low++) {
+    const KvSegment& segment = task.segments[low];
+    const int64_t skip = k0 + key - segment.begin;
+    const int n = static_cast<int>(HWY_MIN(segment.count - skip, static_cast<int64_t>(last - key)));
+    const void* k = Advance(segment.k, task.kv_dtype, skip * task.k_row_stride);
+    const void* v = Advance(segment.v, task.kv_dtype, skip * task.v_row_stride);
+    if (in_place) {
+      block->piece[block->n_pieces++] = {static_cast<const T*>(k),
+                                         static_cast<const T*>(v),
+                                         task.k_row_stride,
+                                         task.v_row_stride,
+                                         key,
+                                         key + n};
+    } else {
+      for (int i = 0; i < n; i++) {
+        LoadRow(Advance(k, task.kv_dtype, i * task.k_row_stride), task.kv_dtype, task.head_dim_qk,
+                T{1}, work.k + (key + i) * work.k_stride);
+        LoadRow(Advance(v, task.kv_dtype, i * task.v_row_stride), task.kv_dtype, task.head_dim_v,
+                T{1}, work.v + (key + i) * work.v_stride);
+      }
+    }
+    key += n;
+  }
+  if (!in_place) {
+    block->piece[0] = {work.k, work.v, work.k_stride, work.v_stride, first, last};
+    block->piece[0].k += first * work.k_stride;
+    block->piece[0].v += first * work.v_stride;
+    block->n_pieces = 1;
+  }
+}
+
+// False if n rows hold a NaN or Inf: x * 0 is not 0 for those.
+template <class T>
+HWY_NOINLINE bool AllFinite(const T* rows, int64_t stride, int64_t dim, int n) {
+  const Tag<T> d;
+  const Vec<T> zero = hn::Zero(d);
+  Vec<T> sum = zero;
+  T tail = 0;
+  for (int i = 0; i < n; i++, rows += stride) {
+    int64_t x = 0;
+    for (; x + kLanes<T> <= dim; x += kLanes<T>)
+      sum = hn::MulAdd(hn::LoadU(d, rows + x), zero, sum);
+    for (; x < dim; x++) tail += rows[x] * T{0};
+  }
+  return hn::AllTrue(d, hn::Eq(sum, zero)) && tail == 0;
+}
+
+// Writes the rows of a panel, and its state.
+template <class T>
+HWY_INLINE void StoreOut(const AttentionTask& task, const PanelWork<T>& work,
+                         const Panel<T>& panel) {
+  const Tag<T> d;
+  const PanelState<T>& state = panel.state;
+  if (task.state_m) {
+    T* m = static_cast<T*>(task.state_m) + (panel.first_row - task.row_begin);
+    T* l = static_cast<T*>(task.state_l) + (panel.first_row - task.row_begin);
+    for (int w = 0; w < panel.n_rows; w++) m[w] = -state.shift[w], l[w] = state.sum[w];
+  }
+  if (!task.out) return;
+  if (!task.unnormalised) {
+    for (int w = 0; w < kPanel<T>; w += kLanes<T>) {
+      const Vec<T> sum = hn::Load(d, state.sum + w);
+      const Vec<T> factor =
+          hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(d)), hn::Div(hn::Set(d, T{1}), sum));
+      for (int64_t x = 0; x < task.head_dim_v; x++) {
+        T* at = state.out + x * kPanel<T> + w;
+        hn::Store(hn::Mul(hn::Load(d, at), factor), d, at);
+      }
+    }
+  }
+  const int64_t stride = work.v_stride;
+  for (int w = 0; w < panel.n_rows; w += 4) {
+    for (int64_t x = 0; x < task.head_dim_v; x += 4) {
+      Transpose4(state.out + x * kPanel<T> + w, kPanel<T>, work.rows + x, stride);
+    }
+    for (int i = 0; i < HWY_MIN(4, panel.n_rows - w); i++) {
+      if (task.unnormalised) {
+        const int64_t row = panel.first_row - task.row_begin + w + i;
+        __builtin_memcpy(static_cast<T*>(task.out) + row * task.head_dim_v, work.rows + i * stride,
+                         static_cast<size_t>(task.head_dim_v) * sizeof(T));
+      } else {
+        const int64_t offset = panel.token(task, w + i) * task.out_token_stride +
+                               panel.head(task, w + i) * task.out_head_stride;
+        StoreRow(work.rows + i * stride, task.out_dtype, task.head_dim_v,
+                 Advance(task.out, task.out_dtype, offset));
+      }
+    }
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace qkv::kernels
+HWY_AFTER_NAMESPACE();
+
+#endif  // toggle

@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: kernel (compiled once per Highway target). Called through the kernel table by the schedule.
+// Attention with the queries in the SIMD lanes, for more than a few query rows: panels of kPanel
+// rows, blocks of kBlock keys, online softmax. K and V are read in place, element by element as
+// broadcasts, and never packed. Tiling: Dao et al., arXiv:2205.14135. Contract: AttentionTask in
+// kernels.h.
+//
+//   s^T[key][lane]  = -reference + K q^T          QkRows, over tile-inl.h
+//   s^T             = masks, bias, softcap ...    softmax-inl.h, only where needed
+//   p^T             = 2^(s^T)                     ExpRows
+//   out^T[d][lane] += V^T p^T                     PvColumns, over tile-inl.h
+#if defined(QKV_KERNELS_PREFILL_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef QKV_KERNELS_PREFILL_INL_H_
+#undef QKV_KERNELS_PREFILL_INL_H_
+#else
+#define QKV_KERNELS_PREFILL_INL_H_
+#endif
+
+#include "kernels/dropout-inl.h"
+#include "kernels/panel-inl.h"
+#include "kernels/softmax-inl.h"
+#include "kernels/spans-inl.h"
+#include "kernels/tile-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace qkv::kernels {
+namespace HWY_NAMESPACE {
+
+// Scores of n keys (a multiple of kRows) for kVectors vectors of the panel.
+template <class T, int kVectors, int kRows>
+HWY_NOINLINE void QkRows(const T* HWY_RESTRICT k, size_t k_stride, size_t head_dim,
+                         const T* HWY_RESTRICT qt, const T* HWY_RESTRICT init, T* HWY_RESTRICT s,
+                         T* HWY_RESTRICT max, size_t n) {
+  const Tag<T> d;
+  Vec<T> mx[kVectors];
+  Each<kVectors>([&](auto v) HWY_ATTR { mx[v] = hn::Load(d, max + v * kLanes<T>); });
+  for (size_t x = 0; x < n; x += kRows) {
+    T* HWY_RESTRICT to = s + x * kPanel<T>;
+    Tile<T, kRows, kVectors, true>(
+        k + x * k_stride, k_stride, qt, kPanel<T>, head_dim,
+        [&](auto, auto v) HWY_ATTR { return hn::Load(d, init + v * kLanes<T>); },
+        [&](auto i, auto v, Vec<T> score) HWY_ATTR {
+          hn::Store(score, d, to + i * kPanel<T> + v * kLanes<T>);
+          mx[v] = hn::Max(mx[v], score);
+        });
+  }
+  Each<kVectors>([&](auto v) HWY_ATTR { hn::Store(mx[v], d, max + v * kLanes<T>); });
+}
+
+template <class T, int kVectors>
+HWY_INLINE void Qk(const T* k, int64_t k_stride, int64_t head_dim, const T* qt, const T* init, T* s,
+                   T* max, int n) {
+  const size_t ld = static_cast<size_t>(k_stride), dim = static_cast<size_t>(head_dim);
+  const size_t whole = static_cast<size_t>(n) / kTileRows * kTileRows;
+  if (whole) QkRows<T, kVectors, kTileRows>(k, ld, dim, qt, init, s, max, whole);
+  ForRows<kTileRows / 2>(static_cast<size_t>(n) - whole, [&](size_t x, auto rows) HWY_ATTR {
+    QkRows<T, kVectors, rows>(k + (whole + x) * ld, ld, dim, qt, init, s + (whole + x) * kPanel<T>,
+                              max, rows);
+  });
+}
+
+// out^T += V^T p^T for `columns` (a multiple of kColumns) columns of V and n keys.
+template <class T, int kVectors, int kColumns>
+HWY_NOINLINE void PvColumns(const T* HWY_RESTRICT v, size_t v_stride, size_t columns,
+                            const T* HWY_RESTRICT p, T* HWY_RESTRICT out, size_t n) {
+  const Tag<T> d;
+  for (size_t x = 0; x < columns; x += kColumns) {
+    T* HWY_RESTRICT to = out + x * kPanel<T>;
+    Tile<T, kColumns, kVectors, false>(
+        v + x, v_stride, p, kPanel<T>, n,
+        [&](auto i, auto u) HWY_ATTR { return hn::Load(d, to + i * kPanel<T> + u * kLanes<T>); },
+        [&](auto i, auto u, Vec<T> sum)
+            HWY_ATTR { hn::Store(sum, d, to + i * kPanel<T> + u * kLanes<T>); });
+  }
+}
+
+template <class T, int kVectors>
+HWY_INLINE void Pv(const T* v, int64_t v_stride, int64_t head_dim, const T* p, T* out, int n) {
+  const size_t ld = static_cast<size_t>(v_stride), dim = static_cast<size_t>(head_dim);
+  const size_t whole = dim / kTileRows * kTileRows;
+  if (whole) PvColumns<T, kVectors, kTileRows>(v, ld, whole, p, out, static_cast<size_t>(n));
+  ForRows<kTileRows / 2>(dim - whole, [&](size_t x, auto columns) HWY_ATTR {
+    PvColumns<T, kVectors, columns>(v + whole + x, ld, columns, p, out + (whole + x) * kPanel<T>,
+                                    static_cast<size_t>(n));
+  });
+}
+
+// The same for V rows that hold NaN or Inf somewhere: a hidden key must not reach a lane.
+// seen[key][lane] != 0: visible.
+template <class T>
+HWY_NOINLINE void PvSelect(const T* v, int64_t v_stride, int64_t head_dim, const T* p,
+                           const T* seen, T* out, int n, int v0, int nv) {
+  const Tag<T> d;
+  for (int x = 0; x < n; x++) {
+    for (int w = v0 * kLanes<T>; w < (v0 + nv) * kLanes<T>; w += kLanes<T>) {
+      const Vec<T> weight = hn::Load(d, p + x * kPanel<T> + w);
+      const auto visible = hn::Ne(hn::Load(d, seen + x * kPanel<T> + w), hn::Zero(d));
+      for (int64_t c = 0; c < head_dim; c++) {
+        T* at = out + c * kPanel<T> + w;
+        const Vec<T> sum = hn::Load(d, at);
+        const Vec<T> value = hn::Set(d, v[x * v_stride + c]);
+        hn::Store(hn::IfThenElse(visible, hn::MulAdd(weight, value, sum), sum), d, at);
+      }
+    }
+  }
+}
+
+// Calls f with the number of vectors as a constant.
+template <class F, int kVectors = kTileVectors>
+HWY_INLINE void WithVectors(int nv, F f) {
+  if constexpr (kVectors > 1) {
+    if (nv != kVectors) return WithVectors<F, kVectors - 1>(nv, f);
+  }
+  f(std::integral_constant<int, kVectors>());
+}
+
+// Which lanes see which keys, from scores that are -inf where hidden (a NaN score is visible).
+template <class T>
+HWY_NOINLINE void RecordSeen(const PanelWork<T>& work, const Span& span) {
+  const Tag<T> d;
+  for (int x = span.begin; x < span.end; x++) {
+    for (int v = span.v0; v < span.v0 + span.nv; v++) {
+      const int64_t at = x * kPanel<T> + v * kLanes<T>;
+      const auto hidden = hn::Eq(hn::Load(d, work.s + at), NegativeInfinity<T>());
+      hn::Store(hn::IfThenZeroElse(hidden, hn::Set(d, T{1})), d, work.seen + at);
+    }
+  }
+}
+
+// Scores of one panel in one key block: products, then the steps where they are needed.
+// Returns true if a value row that some lane must not see holds NaN or Inf; work.seen then says
+// which lanes see what.
+template <class T>
+HWY_INLINE bool BlockScores(const AttentionTask& task, const PanelWork<T>& work,
+                            const Panel<T>& panel, const KeyBlock<T>& block,
+                            const SpanList& spans) {
+  const Tag<T> d;
+  for (int w = 0; w < kPanel<T>; w += kLanes<T>) hn::Store(NegativeInfinity<T>(), d, work.max + w);
+  ScoreSteps<T> common = {};
+  FillSteps(task, work, panel, block.begin, &common);
+  if (spans.dense) {
+    const int64_t row_stride = HWY_MAX(HWY_MAX(work.k_stride, work.v_stride), kBlock);
+    LoadDense(task, panel, block.begin, spans.span[0].begin, spans.span[spans.n - 1].end, work.rows,
+              row_stride, work.dense);
+    common.dense = work.dense;
+  }
+  const bool everywhere = common.softcap > 0 || common.slope || common.dense || common.q_ids;
+  bool has_masked = false, unsafe = false;
+  for (int i = 0; i < spans.n; i++) {
+    const Span span = spans.span[i];
+    const int w = span.v0 * kLanes<T>;
+    const bool finish = span.masked || everywhere;
+    const T* init = (task.softcap > 0 ? work.zeros : panel.state.shift) + w;
+    T* max = (finish ? work.unused : work.max) + w;
+    ForPieces(
+        block, span.begin, span.end, [&](const KeyPiece<T>& piece, int begin, int n) HWY_ATTR {
+          const T* k = piece.k + (begin - piece.begin) * piece.k_stride;
+          T* s = work.s + begin * kPanel<T> + w;
+          WithVectors(span.nv, [&](auto vectors) HWY_ATTR {
+            Qk<T, vectors>(k, piece.k_stride, task.head_dim_qk, panel.qt + w, init, s, max, n);
+          });
+        });
+    if (!finish) continue;
+    ScoreSteps<T> steps = common;
+    if (span.masked) {
+      if (!has_masked) panel.relative_ranges(block.begin, work.lo, work.hi);
+      has_masked = true;
+      steps.lo = work.lo, steps.hi = work.hi;
+    }
+    FinishScores(steps, work.s, work.max, span.begin, span.end, span.v0, span.nv);
+    if (!span.masked && !steps.dense && !steps.q_ids) continue;
+    ForPieces(block, span.begin, span.end,
+              [&](const KeyPiece<T>& piece, int begin, int n) HWY_ATTR {
+                const T* v = piece.v + (begin - piece.begin) * piece.v_stride;
+                unsafe |= !AllFinite(v, piece.v_stride, task.head_dim_v, n);
+              });
+  }
+  if (HWY_UNLIKELY(unsafe)) {
+    for (int i = 0; i < spans.n; i++) RecordSeen(work, spans.span[i]);
+  }
+  return unsafe;
+}
+
+// One panel against one key block.
+template <class T>
+HWY_INLINE void AttendBlock(const AttentionTask& task, const PanelWork<T>& work,
+                            const Panel<T>& panel, const KeyBlock<T>& block, int begin, int end) {
+  const Tag<T> d;
+  SpanList spans;
+  panel.find_spans(task, block.begin, begin, end, &spans);
+  if (spans.n == 0) return;
+  const bool unsafe = BlockScores(task, work, panel, block, spans);
+  auto raise = hn::Gt(hn::Load(d, work.max), hn::Load(d, panel.state.threshold));
+  for (int v = 1; v < kTileVectors; v++) {
+    raise = hn::Or(raise, hn::Gt(hn::Load(d, work.max + v * kLanes<T>),
+                                 hn::Load(d, panel.state.threshold + v * kLanes<T>)));
+  }
+  if (HWY_UNLIKELY(!hn::AllFalse(d, raise))) {
+    const int first = spans.span[0].begin;
+    Raise(panel.state, work.s + first * kPanel<T>, work.max, spans.span[spans.n - 1].end - first,
+          task.head_dim_v);
+  }
+  for (int i = 0;
+       i <
+       spans.n;) {  // neighbours with the same vectors are one span for exp and the second product
+    Span run = spans.span[i];
+    for (i++; i < spans.n && spans.span[i].v0 == run.v0 && spans.span[i].nv == run.nv; i++)
+      run.end = spans.span[i].end;
+    const int w = run.v0 * kLanes<T>;
+    T* s = work.s + run.begin * kPanel<T> + w;
+    WithVectors(run.nv, [&](auto vectors) HWY_ATTR {
+      ExpRows<T, vectors>(s, panel.state.sum + w, run.end - run.begin);
+    });
+    if (task.dropout > 0) DropWeights(task, panel, block.begin, run, work.s);
+    ForPieces(block, run.begin, run.end, [&](const KeyPiece<T>& piece, int at, int n) HWY_ATTR {
+      const T* v = piece.v + (at - piece.begin) * piece.v_stride;
+      const T* p = work.s + at * kPanel<T>;
+      if (HWY_UNLIKELY(unsafe)) {
+        return PvSelect(v, piece.v_stride, task.head_dim_v, p, work.seen + at * kPanel<T>,
+                        panel.state.out, n, run.v0, run.nv);
+      }
+      WithVectors(run.nv, [&](auto vectors) HWY_ATTR {
+        Pv<T, vectors>(v, piece.v_stride, task.head_dim_v, p + w, panel.state.out + w, n);
+      });
+    });
+  }
+}
+
+template <class T>
+void Prefill(const AttentionTask& task) {
+  PanelWork<T> work;
+  Panel<T> panels[kMaxPanels];
+  const int num_panels = StartPanels(task, &work, panels);
+  int64_t begin = task.kv_end, end = task.kv_begin;
+  for (int p = 0; p < num_panels; p++) {
+    begin = HWY_MIN(begin, panels[p].begin);
+    end = HWY_MAX(end, panels[p].end);
+  }
+  KeyBlock<T> block;
+  // Blocks lie at multiples of kBlock whatever the rows see, so a row's bits do not depend on its
+  // neighbours.
+  for (int64_t k0 = begin / kBlock * kBlock; k0 < end; k0 += kBlock) {
+    LoadBlock(task, work, k0, Within(begin - k0), Within(end - k0), &block);
+    for (int p = 0; p < num_panels; p++) {
+      const int from = Within(panels[p].begin - k0), to = Within(panels[p].end - k0);
+      if (from < to) AttendBlock(task, work, panels[p], block, from, to);
+    }
+  }
+  for (int p = 0; p < num_panels; p++) StoreOut(task, work, panels[p]);
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace qkv::kernels
+HWY_AFTER_NAMESPACE();
+
+#endif  // toggle

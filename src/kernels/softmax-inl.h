@@ -1,0 +1,161 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: kernel (compiled once per Highway target). The score part of prefill: what happens to a
+// block of transposed scores s[key][lane] between the two products. Online softmax: Milakov &
+// Gimelshein, arXiv:1805.02867.
+//
+// The reference of a row is an integer in log2 units and is raised only when a score passes it by
+// more than 8, so every correction is an exact power of two: when it happens does not change a bit,
+// and parts of a split merge exactly.
+#if defined(QKV_KERNELS_SOFTMAX_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef QKV_KERNELS_SOFTMAX_INL_H_
+#undef QKV_KERNELS_SOFTMAX_INL_H_
+#else
+#define QKV_KERNELS_SOFTMAX_INL_H_
+#endif
+
+#include "hwy/contrib/math/math-inl.h"
+#include "kernels/convert-inl.h"
+#include "kernels/tile-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace qkv::kernels {
+namespace HWY_NAMESPACE {
+
+inline constexpr double kLog2E = 1.4426950408889634074;
+inline constexpr double kRaiseAbove =
+    8.0;  // 2^8 * n_kv stays far from overflow; FlashAttention 4 uses the same bound
+
+template <class T>
+using LaneInt = hn::TFromD<hn::RebindToSigned<Tag<T>>>;
+
+template <class T>
+HWY_INLINE Vec<T> NegativeInfinity() {
+  const Tag<T> d;
+  return hn::Neg(hn::Inf(d));
+}
+
+// What is done to the scores of one panel in one key block. Pointers to lane vectors have kPanel<T>
+// elements; nullptr means that the step is not wanted. Everything is in log2 units.
+template <class T>
+struct ScoreSteps {
+  T softcap;          // > 0: s = softcap * tanh(s)
+  const T* shift;     // added after the softcap: minus the reference
+  const T* dense;     // [key][lane], added; -inf hides
+  const T* slope;     // s -= slope * |position - key|
+  const T* position;  // relative to the block
+  const LaneInt<T>* q_ids;
+  const int32_t* kv_ids;  // of the keys of the block
+  const T* lo;            // visible keys [lo, hi) of each lane, relative to the block
+  const T* hi;
+};
+
+// Keys [begin, end) of the block, vectors [v0, v0 + nv) of the panel. max: running maximum of each
+// lane.
+template <class T>
+HWY_NOINLINE void FinishScores(const ScoreSteps<T>& steps, T* HWY_RESTRICT s, T* HWY_RESTRICT max,
+                               int begin, int end, int v0, int nv) {
+  const Tag<T> d;
+  const hn::RebindToSigned<Tag<T>> di;
+  const Vec<T> hidden = NegativeInfinity<T>();
+  for (int v = v0; v < v0 + nv; v++) {
+    const int w = v * kLanes<T>;
+    Vec<T> mx = hn::Load(d, max + w);
+    const Vec<T> lo = steps.lo ? hn::Load(d, steps.lo + w) : hn::Zero(d);
+    const Vec<T> hi = steps.hi ? hn::Load(d, steps.hi + w) : hn::Zero(d);
+    for (int x = begin; x < end; x++) {
+      T* at = s + x * kPanel<T> + w;
+      Vec<T> score = hn::Load(d, at);
+      const Vec<T> key = hn::Set(d, static_cast<T>(x));
+      if (steps.softcap > 0) score = hn::Mul(hn::Set(d, steps.softcap), hn::Tanh(d, score));
+      if (steps.shift) score = hn::Add(score, hn::Load(d, steps.shift + w));
+      if (steps.slope) {
+        const Vec<T> distance = hn::Abs(hn::Sub(hn::Load(d, steps.position + w), key));
+        score = hn::NegMulAdd(hn::Load(d, steps.slope + w), distance, score);
+      }
+      if (steps.dense) {  // a hidden score may be NaN: select, do not add
+        const Vec<T> bias = hn::Load(d, steps.dense + x * kPanel<T> + w);
+        score = hn::IfThenElse(hn::Eq(bias, hidden), hidden, hn::Add(score, bias));
+      }
+      if (steps.q_ids) {
+        const auto same = hn::Eq(hn::Load(di, steps.q_ids + w),
+                                 hn::Set(di, static_cast<LaneInt<T>>(steps.kv_ids[x])));
+        score = hn::IfThenElse(hn::RebindMask(d, same), score, hidden);
+      }
+      if (steps.lo) {
+        score = hn::IfThenElse(hn::And(hn::Ge(key, lo), hn::Lt(key, hi)), score, hidden);
+      }
+      hn::Store(score, d, at);
+      mx = hn::Max(mx, score);
+    }
+    hn::Store(mx, d, max + w);
+  }
+}
+
+// Running state of one panel; lane vectors of kPanel<T>.
+template <class T>
+struct PanelState {
+  T* shift;      // minus the reference
+  T* sum;        // l
+  T* threshold;  // a score (minus the reference) above it raises: 8, or -inf before the first
+                 // visible key
+  T* out;        // [head_dim_v][lane], unnormalised
+};
+
+// Raises the reference of the lanes whose maximum passed their threshold. s holds n keys of scores
+// minus the reference.
+template <class T>
+HWY_NOINLINE void Raise(const PanelState<T>& state, T* HWY_RESTRICT s, const T* HWY_RESTRICT max,
+                        int n, int64_t head_dim_v) {
+  const Tag<T> d;
+  for (int v = 0; v < kTileVectors; v++) {
+    const int w = v * kLanes<T>;
+    const Vec<T> mx = hn::Load(d, max + w), threshold = hn::Load(d, state.threshold + w);
+    const auto raise = hn::Gt(mx, threshold);
+    if (hn::AllFalse(d, raise)) continue;
+    const Vec<T> delta = hn::IfThenElseZero(raise, hn::Ceil(mx));
+    const auto started = hn::Gt(threshold, NegativeInfinity<T>());
+    hn::Store(hn::Sub(hn::Load(d, state.shift + w), delta), d, state.shift + w);
+    hn::Store(hn::IfThenElse(raise, hn::Set(d, static_cast<T>(kRaiseAbove)), threshold), d,
+              state.threshold + w);
+    for (int x = 0; x < n; x++) {
+      T* at = s + x * kPanel<T> + w;
+      hn::Store(hn::Sub(hn::Load(d, at), delta), d, at);
+    }
+    const auto correct = hn::And(raise, started);
+    if (hn::AllFalse(d, correct)) continue;
+    const Vec<T> factor = hn::IfThenElse(correct, Exp2(hn::Neg(delta)), hn::Set(d, T{1}));
+    hn::Store(hn::Mul(hn::Load(d, state.sum + w), factor), d, state.sum + w);
+    for (int64_t x = 0; x < head_dim_v; x++) {
+      T* at = state.out + x * kPanel<T> + w;
+      hn::Store(hn::Mul(hn::Load(d, at), factor), d, at);
+    }
+  }
+}
+
+// s = 2^s in place, sum += s, for n keys and kVectors vectors.
+template <class T, int kVectors>
+HWY_NOINLINE void ExpRows(T* HWY_RESTRICT s, T* HWY_RESTRICT sum, int n) {
+  const Tag<T> d;
+  constexpr int kUnroll = kVectors >= 3 ? 1 : kVectors == 2 ? 2 : 4;  // 2 to 4 vectors in flight
+  Vec<T> total[kVectors];
+  Each<kVectors>([&](auto v) HWY_ATTR { total[v] = hn::Load(d, sum + v * kLanes<T>); });
+  const auto row = [&](T* at) HWY_ATTR {
+    Each<kVectors>([&](auto v) HWY_ATTR {
+      const Vec<T> p = Exp2(hn::Load(d, at + v * kLanes<T>));
+      hn::Store(p, d, at + v * kLanes<T>);
+      total[v] = hn::Add(total[v], p);
+    });
+  };
+  int x = 0;
+  for (; x + kUnroll <= n; x += kUnroll) {
+    Each<kUnroll>([&](auto u) HWY_ATTR { row(s + (x + u) * kPanel<T>); });
+  }
+  for (; x < n; x++) row(s + x * kPanel<T>);
+  Each<kVectors>([&](auto v) HWY_ATTR { hn::Store(total[v], d, sum + v * kLanes<T>); });
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace qkv::kernels
+HWY_AFTER_NAMESPACE();
+
+#endif  // toggle
