@@ -1,0 +1,45 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: plan. One validated call of attention(): numbers only, nothing left to check.
+#pragma once
+#include <cstdint>
+
+#include "kernels/kernels.h"
+#include "mask_terms.h"
+#include "qkv/attention.h"
+
+namespace qkv {
+
+struct Call {
+  const kernels::KernelTable* kernels;
+  int arithmetic;  // 0: f32, 1: f64; index into the kernel table
+  int64_t batch, num_heads, num_kv_heads, group_size, n_q, n_kv, head_dim_qk, head_dim_v;
+  ConstTensor q, k, v;
+  Tensor out, lse, weights;
+  const AttentionOptions* options;
+  double scale;
+  const double* sinks;         // [num_heads] or nullptr
+  const double* alibi_slopes;  // [num_heads] or nullptr
+
+  MaskShape mask_shape() const { return {batch, num_heads, n_q, n_kv}; }
+  int64_t arithmetic_bytes() const { return arithmetic == 0 ? 4 : 8; }
+};
+
+/// How the rows of a call are cut into tasks. Depends on the shape (not the batch) and the
+/// instruction set alone, so that the bits of a row depend on neither threads nor batch.
+struct Cut {
+  bool is_decode;      // head dim in the lanes
+  int64_t task_rows;   // rows (token, head of the group) of a task
+  int64_t row_blocks;  // per (batch, KV head)
+  int64_t kv_splits;
+  int64_t split_keys;  // keys per split, a multiple of the key block
+};
+Cut cut(const kernels::KernelTable& table, int arithmetic, int64_t num_kv_heads, int64_t rows,
+        int64_t n_kv);  // plan.cpp
+
+/// Threads worth waking for this much work. plan.cpp.
+int useful_threads(int64_t flop, int64_t items, int num_threads);
+
+/// Runs a call. schedule.cpp.
+void run(const Call& call);
+
+}  // namespace qkv

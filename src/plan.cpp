@@ -1,0 +1,140 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: plan. The choices of a call, all in one place: which kernel, how rows and keys are cut, how
+// many threads. Every tuning number of the library has its name and origin here.
+#include "qkv/plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "call.h"
+
+namespace qkv {
+namespace {
+
+// Tasks that a call with few (KV head, row block) pairs is cut into by splitting the keys: enough
+// for 16 threads at two tasks each. A split costs one read and one add of its rows' sums.
+constexpr int64_t kWantedTasks = 32;
+// Shorter parts would spend more on merging than they gain (a part of 512 keys is 4 blocks).
+constexpr int64_t kMinSplitKeys = 512;
+// Waking a thread costs about 30 us after a pause (pool, measured on Zen 4); below this share per
+// thread it does not pay.
+constexpr int64_t kFlopPerThread = 4'000'000;
+
+int64_t times(std::initializer_list<int64_t> factors, const char* what) {
+  int64_t product = 1;
+  for (const int64_t f : factors) {
+    if (__builtin_mul_overflow(product, f, &product))
+      throw Error(fmt::format("plan: {} does not fit 64 bits", what));
+  }
+  return product;
+}
+
+int64_t plus(int64_t a, int64_t b, const char* what) {
+  int64_t sum;
+  if (__builtin_add_overflow(a, b, &sum))
+    throw Error(fmt::format("plan: {} does not fit 64 bits", what));
+  return sum;
+}
+
+}  // namespace
+
+Cut cut(const kernels::KernelTable& table, int arithmetic, int64_t num_kv_heads, int64_t rows,
+        int64_t n_kv) {
+  Cut cut{};
+  cut.is_decode = rows > 0 && rows <= table.decode_rows;
+  cut.task_rows = cut.is_decode ? table.decode_rows : table.task_rows[arithmetic];
+  cut.row_blocks = (rows + cut.task_rows - 1) / cut.task_rows;
+  const int64_t tasks = std::max<int64_t>(num_kv_heads * cut.row_blocks, 1);
+  const int64_t most = std::max<int64_t>(n_kv / kMinSplitKeys, 1);
+  cut.kv_splits = std::clamp<int64_t>((kWantedTasks + tasks - 1) / tasks, 1, most);
+  const int64_t blocks = (n_kv + table.tile_kv - 1) / table.tile_kv;
+  cut.split_keys =
+      std::max<int64_t>((blocks + cut.kv_splits - 1) / cut.kv_splits, 1) * table.tile_kv;
+  cut.kv_splits = std::max<int64_t>((n_kv + cut.split_keys - 1) / cut.split_keys, 1);
+  return cut;
+}
+
+int useful_threads(int64_t flop, int64_t items, int num_threads) {
+  const double total = static_cast<double>(flop) * static_cast<double>(items);
+  const double most =
+      std::min(total / static_cast<double>(kFlopPerThread) + 1, static_cast<double>(items));
+  return static_cast<int>(std::min(most, static_cast<double>(num_threads)));
+}
+
+Plan plan(const Problem& p, const AttentionOptions& options) {
+  for (const int64_t n :
+       {p.batch, p.num_heads, p.num_kv_heads, p.n_q, p.n_kv, p.head_dim_qk, p.head_dim_v}) {
+    if (n < 0) throw Error(fmt::format("plan: sizes must not be negative, got {}", n));
+  }
+  if (p.num_kv_heads == 0 ? p.num_heads != 0 : p.num_heads % p.num_kv_heads != 0) {
+    throw Error(fmt::format("plan: num_heads {} is not a multiple of num_kv_heads {}", p.num_heads,
+                            p.num_kv_heads));
+  }
+  if (!info(p.dtype).is_float || !info(p.dtype_kv).is_float ||
+      (p.dtype == DType::f64) != (p.dtype_kv == DType::f64)) {
+    throw Error(fmt::format("plan: element types {} and {} do not go together", name(p.dtype),
+                            name(p.dtype_kv)));
+  }
+  const MaskShape shape{p.batch, p.num_heads, p.n_q, p.n_kv};
+  options.mask.check(shape, "plan");
+  const kernels::KernelTable& table = kernels::active();
+  const int arithmetic = p.dtype == DType::f64 ? 1 : 0;
+  const int64_t group = p.num_kv_heads ? p.num_heads / p.num_kv_heads : 1;
+  const int64_t rows = times({p.n_q, group}, "n_q * group_size");
+  const Cut c = cut(table, arithmetic, p.num_kv_heads, rows, p.n_kv);
+
+  Plan plan;
+  plan.isa = info().isa;
+  const bool is_empty = p.batch == 0 || rows == 0 || p.num_heads == 0;
+  plan.path = is_empty ? "empty" : c.is_decode ? "decode" : "prefill";
+  if (is_empty) {
+    plan.reason = "there are no query rows";
+  } else if (c.is_decode) {
+    plan.reason = fmt::format(
+        "{} query rows share a KV head (at most {}): head dim in the lanes, every K and V row is "
+        "read once",
+        rows, table.decode_rows);
+  } else {
+    plan.reason =
+        fmt::format("{} query rows share a KV head: queries in the lanes, panels of {} rows", rows,
+                    table.tile_q[arithmetic]);
+  }
+  plan.tile_q = c.is_decode ? 1 : table.tile_q[arithmetic];
+  plan.tile_kv = table.tile_kv;
+  plan.kv_splits = c.kv_splits;
+  plan.work_items =
+      times({p.batch, p.num_kv_heads, c.row_blocks, c.kv_splits}, "the number of tasks");
+  const int64_t heads = times({p.batch, p.num_heads}, "batch * num_heads");
+  times({heads, p.n_q, p.n_kv}, "the number of (query, key) pairs");
+  plan.visible_pairs = options.mask.count_visible(shape);
+  const int64_t dims = plus(p.head_dim_qk, p.head_dim_v, "head_dim_qk + head_dim_v");
+  plan.flop = times({2, plan.visible_pairs, dims}, "flop");
+  const int64_t kv_rows = times({p.batch, p.num_kv_heads, p.n_kv}, "the number of keys");
+  plan.bytes = plus(times({heads, p.n_q, dims, size_bytes(p.dtype)}, "bytes of q and out"),
+                    times({kv_rows, dims, size_bytes(p.dtype_kv)}, "bytes of k and v"), "bytes");
+  const int64_t item_flop = static_cast<int64_t>(
+      static_cast<double>(plan.flop) / static_cast<double>(std::max<int64_t>(plan.work_items, 1)));
+  const int wanted = options.num_threads ? options.num_threads : default_num_threads();
+  plan.num_threads = std::max(1, useful_threads(item_flop, plan.work_items, wanted));
+  const auto& scratch = c.is_decode ? table.decode_scratch_bytes : table.prefill_scratch_bytes;
+  const int64_t item_bytes = arithmetic ? 8 : 4;
+  const int64_t state = 2 * c.task_rows * item_bytes;
+  plan.scratch_bytes = times(
+      {plus(scratch[arithmetic](p.head_dim_qk, p.head_dim_v), state, "scratch"), plan.num_threads},
+      "scratch");
+  if (c.kv_splits > 1) {
+    const int64_t part = (c.task_rows * (p.head_dim_v + 2) + 31) / 32 * 32 * item_bytes;
+    plan.scratch_bytes =
+        plus(plan.scratch_bytes, times({part, plan.work_items}, "scratch of splits"), "scratch");
+  }
+  // Coarse model: 0.9 of two FMAs per cycle at 3.5 GHz, or 15 GB/s per thread, whichever is slower.
+  const double lanes = static_cast<double>(table.tile_q[arithmetic]) / 2;
+  const double flops = 0.9 * lanes * 4 * 3.5e9 * plan.num_threads;
+  plan.expected_seconds = std::max(static_cast<double>(plan.flop) / flops,
+                                   static_cast<double>(plan.bytes) / (15e9 * plan.num_threads)) +
+                          1e-6;
+  return plan;
+}
+
+}  // namespace qkv

@@ -1,0 +1,338 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: schedule. Cuts a validated call into tasks, runs them on the executor and merges the parts
+// of split rows. The cut and the order of merging depend on the shape alone, so the bits depend on
+// neither threads nor batch.
+#include "schedule.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <memory>
+#include <new>
+#include <numeric>
+#include <vector>
+
+#include "call.h"
+
+namespace qkv {
+
+ScratchBuffer::~ScratchBuffer() {
+  ::operator delete (data_, std::align_val_t{kernels::kAlignment});
+}
+
+void* ScratchBuffer::reserve(int64_t bytes) {
+  if (bytes > bytes_) {
+    ::operator delete (data_, std::align_val_t{kernels::kAlignment});
+    data_ = nullptr, bytes_ = 0;
+    data_ = ::operator new (static_cast<size_t>(bytes), std::align_val_t{kernels::kAlignment});
+    bytes_ = bytes;
+  }
+  return data_;
+}
+
+namespace {
+
+using kernels::AttentionTask;
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+void* element_pointer(const Tensor& t, int64_t offset) {
+  return static_cast<char*>(t.data) + offset * size_bytes(t.dtype);
+}
+const void* element_pointer(const ConstTensor& t, int64_t offset) {
+  return static_cast<const char*>(t.data) + offset * size_bytes(t.dtype);
+}
+
+// One call, cut into blocks of rows of one (batch, KV head), each with kv_splits parts.
+class Schedule {
+ public:
+  explicit Schedule(const Call& call)
+      : call_(call),
+        cut_(cut(*call.kernels, call.arithmetic, call.num_kv_heads, call.n_q * call.group_size,
+                 call.n_kv)),
+        num_blocks_(call.batch * call.num_kv_heads * cut_.row_blocks) {
+    const MaskDocuments* documents = scattered_documents(call.options->mask);
+    documents_ = documents;
+    for (const Mask::Term& term : call.options->mask.terms()) {
+      if (term.kind == Mask::Term::Kind::dense) dense_.push_back(term.dense);
+    }
+    if (call.options->bias) dense_.push_back(call.options->bias);
+    has_ranges_ = !call.options->mask.is_full();
+    const auto& scratch =
+        cut_.is_decode ? call.kernels->decode_scratch_bytes : call.kernels->prefill_scratch_bytes;
+    kernel_bytes_ = scratch[call.arithmetic](call.head_dim_qk, call.head_dim_v);
+    part_elements_ = round_up(cut_.task_rows * (call.head_dim_v + 2), 32);
+  }
+
+  void run() {
+    const int64_t items = num_blocks_ * cut_.kv_splits;
+    if (items == 0) return;
+    if (cut_.kv_splits > 1) {
+      thread_local ScratchBuffer buffer;
+      parts_ =
+          static_cast<char*>(buffer.reserve(items * part_elements_ * call_.arithmetic_bytes()));
+      missing_ = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(num_blocks_));
+      for (int64_t i = 0; i < num_blocks_; ++i)
+        missing_[static_cast<size_t>(i)] = static_cast<int32_t>(cut_.kv_splits);
+    }
+    const int64_t dims = call_.head_dim_qk + call_.head_dim_v;
+    const int64_t item_flop = 2 * cut_.task_rows * std::min(call_.n_kv, cut_.split_keys) * dims;
+    const AttentionOptions& options = *call_.options;
+    const int wanted = options.num_threads ? options.num_threads : default_num_threads();
+    const int threads = useful_threads(item_flop, items, wanted);
+    if (threads <= 1) {
+      for (int64_t i = 0; i < items; ++i) run_item(i);
+      return;
+    }
+    // Small items go out in batches of about 50 us; long ones first.
+    batch_ = std::max<int64_t>(1, 10'000'000 / std::max<int64_t>(item_flop, 1));
+    order_items(items);
+    Executor& executor = options.executor ? *options.executor : default_executor();
+    executor.run((items + batch_ - 1) / batch_, threads, &Schedule::run_ticket, this);
+  }
+
+ private:
+  static void run_ticket(void* self, int64_t ticket) {
+    Schedule& s = *static_cast<Schedule*>(self);
+    const int64_t items = s.num_blocks_ * s.cut_.kv_splits;
+    for (int64_t i = ticket * s.batch_; i < std::min(items, (ticket + 1) * s.batch_); ++i) {
+      s.run_item(s.order_.empty() ? i : s.order_[static_cast<size_t>(i)]);
+    }
+  }
+
+  // Longest first, by the keys that the last row of a block sees; nothing to do where all are
+  // equal.
+  void order_items(int64_t items) {
+    if (!has_ranges_) return;
+    std::vector<int64_t> keys(static_cast<size_t>(num_blocks_));
+    for (int64_t block = 0; block < num_blocks_; ++block) {
+      const Place place = place_of(block);
+      RowRange range;
+      const int64_t last = (place.row_begin + place.n_rows - 1) / call_.group_size;
+      call_.options->mask.row_ranges(call_.mask_shape(), place.b, last, 1, &range);
+      keys[static_cast<size_t>(block)] = range.hi - range.lo;
+    }
+    order_.resize(static_cast<size_t>(items));
+    std::iota(order_.begin(), order_.end(), int64_t{0});
+    std::stable_sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) {
+      return keys[static_cast<size_t>(a / cut_.kv_splits)] >
+             keys[static_cast<size_t>(b / cut_.kv_splits)];
+    });
+  }
+
+  struct Place {
+    int64_t b, h_kv, row_begin, n_rows;
+  };
+  Place place_of(int64_t block) const {
+    const int64_t rows = call_.n_q * call_.group_size;
+    const int64_t begin = block % cut_.row_blocks * cut_.task_rows;
+    const int64_t pair = block / cut_.row_blocks;
+    return {pair / call_.num_kv_heads, pair % call_.num_kv_heads, begin,
+            std::min(cut_.task_rows, rows - begin)};
+  }
+
+  // What a task needs beside its scratch, kept per thread.
+  struct TaskMemory {
+    ScratchBuffer kernel, state;
+    std::vector<RowRange> ranges;
+    std::vector<kernels::DenseTerm> dense;
+  };
+
+  AttentionTask make_task(const Place& place, TaskMemory* memory,
+                          kernels::KvSegment* segment) const {
+    const Call& c = call_;
+    AttentionTask t{};
+    t.row_begin = place.row_begin, t.n_rows = place.n_rows, t.group_size = c.group_size;
+    t.head_dim_qk = c.head_dim_qk, t.head_dim_v = c.head_dim_v;
+    const int64_t first_head = place.h_kv * c.group_size;
+    t.q = element_pointer(c.q, place.b * c.q.stride[0] + first_head * c.q.stride[1]);
+    t.q_dtype = c.q.dtype, t.q_token_stride = c.q.stride[2], t.q_head_stride = c.q.stride[1];
+    segment->k = element_pointer(c.k, place.b * c.k.stride[0] + place.h_kv * c.k.stride[1]);
+    segment->v = element_pointer(c.v, place.b * c.v.stride[0] + place.h_kv * c.v.stride[1]);
+    segment->begin = 0, segment->count = c.n_kv;
+    t.segments = segment, t.n_segments = 1;
+    t.k_row_stride = c.k.stride[2], t.v_row_stride = c.v.stride[2], t.kv_dtype = c.k.dtype;
+    t.kv_begin = 0, t.kv_end = c.n_kv;
+    t.scale = c.scale, t.softcap = c.options->softcap;
+    if (has_ranges_) {
+      const int64_t first = place.row_begin / c.group_size;
+      const int64_t last = (place.row_begin + place.n_rows - 1) / c.group_size;
+      memory->ranges.resize(static_cast<size_t>(last - first + 1));
+      c.options->mask.row_ranges(c.mask_shape(), place.b, first, last - first + 1,
+                                 memory->ranges.data());
+      t.ranges = memory->ranges.data();
+    }
+    if (!dense_.empty()) {
+      memory->dense.clear();
+      for (const ConstTensor& d : dense_) {
+        const ScoreStrides s = score_strides(d);
+        memory->dense.push_back({element_pointer(d, s.offset(place.b, first_head, 0, 0)), d.dtype,
+                                 s.query, s.head, s.key, nullptr, 0, 0});
+      }
+      t.dense = memory->dense.data(), t.n_dense = static_cast<int64_t>(memory->dense.size());
+    }
+    if (documents_) t.q_ids = documents_->q(place.b), t.kv_ids = documents_->kv(place.b);
+    if (c.alibi_slopes) {
+      t.alibi_slopes = c.alibi_slopes + first_head;
+      t.first_position = first_position(c.options->mask, c.mask_shape(), place.b);
+    }
+    t.dropout = c.options->dropout, t.seed = c.options->seed;
+    t.dropout_stream = first_head + c.num_heads * place.b;
+    t.scratch = memory->kernel.reserve(kernel_bytes_);
+    return t;
+  }
+
+  void run_item(int64_t item) {
+    thread_local TaskMemory memory;
+    const int64_t block = item / cut_.kv_splits, split = item % cut_.kv_splits;
+    const Place place = place_of(block);
+    kernels::KvSegment segment;
+    AttentionTask task = make_task(place, &memory, &segment);
+    const auto& attend = cut_.is_decode ? call_.kernels->decode : call_.kernels->prefill;
+    const int64_t bytes = call_.arithmetic_bytes();
+    char* state = static_cast<char*>(memory.state.reserve(2 * cut_.task_rows * bytes));
+    task.state_m = state, task.state_l = state + cut_.task_rows * bytes;
+    const Tensor& out = call_.out;
+    if (out) {
+      task.out_dtype = out.dtype, task.out_token_stride = out.stride[2],
+      task.out_head_stride = out.stride[1];
+      const int64_t offset =
+          place.b * out.stride[0] + place.h_kv * call_.group_size * out.stride[1];
+      task.out = element_pointer(out, offset);
+    }
+    if (cut_.kv_splits > 1) {
+      AttentionTask part = task;
+      part.kv_begin = std::min(split * cut_.split_keys, call_.n_kv);
+      part.kv_end = std::min(part.kv_begin + cut_.split_keys, call_.n_kv);
+      if (split > 0) part.sinks = nullptr;
+      use_part(&part, block, split);
+      if (split == 0 && call_.sinks) part.sinks = call_.sinks + place.h_kv * call_.group_size;
+      part.unnormalised = true;
+      attend[call_.arithmetic](part);
+      if (missing_[static_cast<size_t>(block)].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+      call_.arithmetic == 0 ? merge<float>(task, block) : merge<double>(task, block);
+    } else {
+      if (call_.sinks) task.sinks = call_.sinks + place.h_kv * call_.group_size;
+      attend[call_.arithmetic](task);
+    }
+    finish(place, &task);
+  }
+
+  // Part of a split: n_rows x head_dim_v sums, then m and l.
+  char* part(int64_t block, int64_t split) const {
+    return parts_ + (block * cut_.kv_splits + split) * part_elements_ * call_.arithmetic_bytes();
+  }
+  void use_part(AttentionTask* task, int64_t block, int64_t split) const {
+    const int64_t bytes = call_.arithmetic_bytes();
+    char* p = part(block, split);
+    task->out = p;
+    task->state_m = p + cut_.task_rows * call_.head_dim_v * bytes;
+    task->state_l = p + cut_.task_rows * (call_.head_dim_v + 1) * bytes;
+  }
+
+  // Adds the parts of a block in key order. References are integers, so every factor is an exact
+  // power of two.
+  template <class T>
+  void merge(const AttentionTask& task, int64_t block) const {
+    T* m = static_cast<T*>(task.state_m);
+    T* l = static_cast<T*>(task.state_l);
+    std::vector<T> row(static_cast<size_t>(call_.head_dim_v));
+    for (int64_t r = 0; r < task.n_rows; ++r) {
+      T reference = 0;
+      bool started = false;
+      for (int64_t s = 0; s < cut_.kv_splits; ++s) {
+        AttentionTask p{};
+        use_part(&p, block, s);
+        const T sum = static_cast<const T*>(p.state_l)[r];
+        if (sum == 0) continue;
+        const T at = static_cast<const T*>(p.state_m)[r];
+        reference = started ? std::max(reference, at) : at;
+        started = true;
+      }
+      T total = 0;
+      std::fill(row.begin(), row.end(), T{0});
+      for (int64_t s = 0; s < cut_.kv_splits; ++s) {
+        AttentionTask p{};
+        use_part(&p, block, s);
+        const T sum = static_cast<const T*>(p.state_l)[r];
+        if (sum == 0) continue;
+        const T factor = std::exp2(static_cast<const T*>(p.state_m)[r] - reference);
+        total += sum * factor;
+        const T* from = static_cast<const T*>(p.out) + r * call_.head_dim_v;
+        for (int64_t d = 0; d < call_.head_dim_v; ++d)
+          row[static_cast<size_t>(d)] += from[d] * factor;
+      }
+      m[r] = reference, l[r] = total;
+      if (task.out) store_row(task, r, row.data(), total);
+    }
+  }
+
+  template <class T>
+  void store_row(const AttentionTask& task, int64_t r, const T* row, T total) const {
+    const int64_t token = (task.row_begin + r) / call_.group_size,
+                  head = (task.row_begin + r) % call_.group_size;
+    const int64_t offset = token * task.out_token_stride + head * task.out_head_stride;
+    const T factor = total == 0 ? T{0} : 1 / total;
+    for (int64_t d = 0; d < call_.head_dim_v; ++d) {
+      const T value = row[d] * factor;
+      switch (task.out_dtype) {
+        case DType::bf16:
+          static_cast<bf16_t*>(task.out)[offset + d] = to_bf16(static_cast<float>(value));
+          break;
+        case DType::f16:
+          static_cast<f16_t*>(task.out)[offset + d] = to_f16(static_cast<float>(value));
+          break;
+        default:
+          static_cast<T*>(task.out)[offset + d] = value;
+      }
+    }
+  }
+
+  // lse and weights of a block, from the state that its attention left.
+  void finish(const Place& place, AttentionTask* task) const {
+    if (call_.lse)
+      call_.arithmetic == 0 ? store_lse<float>(place, *task) : store_lse<double>(place, *task);
+    const Tensor& w = call_.weights;
+    if (!w) return;
+    const int64_t offset = place.b * w.stride[0] + place.h_kv * call_.group_size * w.stride[1];
+    task->weights = element_pointer(w, offset);
+    task->weights_token_stride = w.stride[2], task->weights_head_stride = w.stride[1];
+    task->n_weights = call_.n_kv;
+    (cut_.is_decode ? call_.kernels->decode_weights
+                    : call_.kernels->prefill_weights)[call_.arithmetic](*task);
+  }
+
+  template <class T>
+  void store_lse(const Place& place, const AttentionTask& task) const {
+    const T* m = static_cast<const T*>(task.state_m);
+    const T* l = static_cast<const T*>(task.state_l);
+    constexpr double kLn2 = 0.69314718055994530942;
+    for (int64_t r = 0; r < task.n_rows; ++r) {
+      const int64_t token = (task.row_begin + r) / call_.group_size,
+                    head = (task.row_begin + r) % call_.group_size;
+      const int64_t offset = place.b * call_.lse.stride[0] +
+                             (place.h_kv * call_.group_size + head) * call_.lse.stride[1] +
+                             token * call_.lse.stride[2];
+      const double sum = static_cast<double>(l[r]);
+      static_cast<T*>(call_.lse.data)[offset] =
+          static_cast<T>((static_cast<double>(m[r]) + std::log2(sum)) * kLn2);
+    }
+  }
+
+  const Call& call_;
+  const Cut cut_;
+  const int64_t num_blocks_;
+  std::vector<ConstTensor> dense_;
+  const MaskDocuments* documents_ = nullptr;
+  bool has_ranges_ = false;
+  int64_t kernel_bytes_ = 0, part_elements_ = 0, batch_ = 1;
+  char* parts_ = nullptr;
+  std::unique_ptr<std::atomic<int32_t>[]> missing_;
+  std::vector<int64_t> order_;
+};
+
+}  // namespace
+
+void run(const Call& call) { Schedule(call).run(); }
+
+}  // namespace qkv

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "qkv/plan.h"
+
+#include <gtest/gtest.h>
+
+#include "call.h"
+
+namespace qkv {
+namespace {
+
+TEST(Plan, Full_CountsPairsFlopAndBytes) {
+  Problem p;
+  p.batch = 2, p.num_heads = 8, p.num_kv_heads = 2, p.n_q = 100, p.n_kv = 300, p.head_dim_qk = 64, p.head_dim_v = 32;
+  const Plan r = plan(p);
+  EXPECT_EQ(r.path, "prefill");
+  EXPECT_EQ(r.visible_pairs, 2 * 8 * 100 * 300);
+  EXPECT_EQ(r.flop, 2 * r.visible_pairs * (64 + 32));
+  EXPECT_EQ(r.bytes, 4 * (2 * 8 * 100 * 96 + 2 * 2 * 300 * 96));
+  EXPECT_GT(r.scratch_bytes, 0);
+  EXPECT_LT(r.scratch_bytes, 4 * 2 * 8 * 100 * 300);
+  EXPECT_GT(r.expected_seconds, 0);
+}
+
+TEST(Plan, Causal_CountsVisiblePairsOnly) {
+  Problem p;
+  p.n_q = p.n_kv = 1000;
+  EXPECT_EQ(plan(p, {.mask = Mask::causal_bottom_right()}).visible_pairs, 1000 * 1001 / 2);
+}
+
+TEST(Plan, NoRows_IsEmpty) {
+  Problem p;
+  p.n_q = 0;
+  const Plan r = plan(p);
+  EXPECT_EQ(r.path, "empty");
+  EXPECT_EQ(r.flop, 0);
+}
+
+TEST(Plan, SizesBeyond64Bits_AreRefused) {
+  Problem p;
+  p.batch = p.num_heads = p.num_kv_heads = int64_t{1} << 20;
+  p.n_q = p.n_kv = int64_t{1} << 20;
+  EXPECT_THROW(plan(p), Error);
+  p = {};
+  p.n_kv = -1;
+  EXPECT_THROW(plan(p), Error);
+  p = {};
+  p.num_heads = 12, p.num_kv_heads = 8;
+  EXPECT_THROW(plan(p), Error);
+}
+
+TEST(Plan, ScratchOfALongPrefill_IsSmall) {
+  Problem p;
+  p.batch = 4096, p.num_heads = 64, p.num_kv_heads = 64, p.n_q = p.n_kv = 131072, p.head_dim_qk = p.head_dim_v = 128;
+  EXPECT_LT(plan(p, {.num_threads = 64}).scratch_bytes, int64_t{1} << 28);
+}
+
+// The cut covers every row and key once, whatever the shape.
+TEST(Plan, Cut_CoversRowsAndKeys) {
+  const kernels::KernelTable& table = kernels::active();
+  for (const int64_t rows : {1, 31, 32, 33, 128, 129, 5000}) {
+    for (const int64_t n_kv : {0, 1, 127, 128, 129, 511, 512, 513, 4096, 70001}) {
+      for (const int64_t num_kv_heads : {1, 8, 100}) {
+        const Cut c = cut(table, 0, num_kv_heads, rows, n_kv);
+        EXPECT_GE(c.row_blocks * c.task_rows, rows);
+        EXPECT_LT((c.row_blocks - 1) * c.task_rows, rows);
+        EXPECT_GE(c.kv_splits * c.split_keys, n_kv);
+        EXPECT_TRUE(n_kv == 0 || (c.kv_splits - 1) * c.split_keys < n_kv);
+        EXPECT_EQ(c.split_keys % table.tile_kv, 0);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace qkv
