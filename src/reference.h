@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: call. The readable definition of attention and of its gradients: plain loops in double.
+// Everything fast in this library is measured against these two functions. Arguments must be valid
+// (attention() says what that means).
+#pragma once
+#include <vector>
+
+#include "qkv/attention.h"
+
+namespace qkv::reference {
+
+/// Row-major, in double.
+struct Forward {
+  std::vector<double> out;      ///< [batch, num_heads, n_q, head_dim_v]
+  std::vector<double> lse;      ///< [batch, num_heads, n_q]
+  std::vector<double> weights;  ///< [batch, num_heads, n_q, n_kv], before dropout
+};
+Forward forward(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
+                const AttentionOptions& options = {});
+
+/// Gradients of sum(dout * out) + sum(dlse * lse). Row-major, in double; empty where the input is
+/// not given.
+struct Backward {
+  std::vector<double> dq, dk, dv;     ///< as q, k, v
+  std::vector<double> dbias;          ///< as the bias: summed over the axes that it broadcasts
+  std::vector<double> dsinks;         ///< [num_heads]
+  std::vector<double> dalibi_slopes;  ///< [num_heads]
+  double dscale = 0;
+};
+/// dout [batch, num_heads, n_q, head_dim_v]; dlse [batch, num_heads, n_q] or not given.
+Backward backward(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
+                  const ConstTensor& dout, const ConstTensor& dlse = {},
+                  const AttentionOptions& options = {});
+
+}  // namespace qkv::reference
