@@ -21,8 +21,10 @@ bool pin_to_core(int core);
 /// thread; a sample, so take the best of several. A set without fused multiply-add counts a
 /// multiply and an add.
 double fma_peak_gflops();
-/// Bytes per second of plain vector loads over a buffer of this many bytes (wall time, one pass at
-/// least and about 2 ms). The buffer is kept until a call with another size. Returns 0 for 0 bytes.
+/// Bytes per second of plain vector loads over a buffer of this many bytes (wall time), read again
+/// and again: at least two passes after one that is not timed, so a buffer that fits a cache is
+/// read from there. Rounded down to 16 KB; 0 for less. The buffer is kept until a call with another
+/// size.
 double read_gbps(int64_t bytes);
 /// Highway's name of the target that the two functions above use.
 const char* roof_target();
