@@ -106,16 +106,18 @@ struct AttentionTask {
 
 inline constexpr int64_t kAlignment = 128;
 
-/// y[m, n] = x[m, k] w^T + bias, w packed by pack.
+/// y[m, n] = x[m, k] w^T + bias, w packed by pack. Any extent may be 0 (k = 0 leaves the bias). y
+/// overlaps nothing. A part of the columns is a task of its own: packed + column * k, bias +
+/// column, y + column, for a column that is a multiple of linear_columns. How rows and columns are
+/// divided into tasks never changes a bit: a sum depends on k alone.
 struct LinearTask {
   const float* x;
   int64_t x_stride;
-  const float* packed;
-  const float* bias;  // [n] or nullptr
+  const float* packed;  // aligned to a vector (kAlignment is enough)
+  const float* bias;    // [n] or nullptr
   float* y;
   int64_t y_stride;
   int64_t m, k, n;
-  float* scratch;  // linear_scratch_floats elements
 };
 
 /// The kernels of one instruction set.
@@ -135,11 +137,11 @@ struct KernelTable {
   void (*decode[2])(const AttentionTask&);
   void (*decode_weights[2])(const AttentionTask&);
   int64_t (*decode_scratch_bytes[2])(int64_t head_dim_qk, int64_t head_dim_v);
-  // Projections.
+  // Projections. linear_columns: columns of a panel of packed weights.
+  int64_t linear_columns;
   void (*linear)(const LinearTask&);
   void (*pack)(const float* w, int64_t n, int64_t k, float* packed);  // w row-major [n, k]
   int64_t (*packed_floats)(int64_t n, int64_t k);
-  int64_t (*linear_scratch_floats)(int64_t k);
 };
 
 /// The kernels of the instruction set in force (set_isa, QKV_ISA, or the best this machine has).

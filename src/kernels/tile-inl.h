@@ -85,12 +85,18 @@ HWY_INLINE void Each(F f) {
   EachOf(std::make_integer_sequence<int, kN>(), f);
 }
 
+struct NoStep {
+  HWY_INLINE void operator()() const {}
+};
+
 // acc[i][j] = init(i, j) + sum_u A(i, u) * B[u][j];  then done(i, j, acc).
 //   A(i, u): kRowsAreStrided ? a[i * lda + u] : a[u * lda + i]   broadcast, natural layout
 //   B[u][j]: vector j of b + u * ldb                             aligned panel
-template <class T, int kRows, int kVectors, bool kRowsAreStrided, class Init, class Done>
+// step() runs once per u: room for a prefetch.
+template <class T, int kRows, int kVectors, bool kRowsAreStrided, class Init, class Done,
+          class Step = NoStep>
 HWY_INLINE void Tile(const T* HWY_RESTRICT a, size_t lda, const T* HWY_RESTRICT b, size_t ldb,
-                     size_t n, Init init, Done done) {
+                     size_t n, Init init, Done done, Step step = Step()) {
   const Tag<T> d;
   Vec<T> acc[kRows][kVectors];
   Each<kRows>([&](auto i)
@@ -98,6 +104,7 @@ HWY_INLINE void Tile(const T* HWY_RESTRICT a, size_t lda, const T* HWY_RESTRICT 
   for (size_t u = 0; u < n; u++) {
     Vec<T> panel[kVectors];
     Each<kVectors>([&](auto j) HWY_ATTR { panel[j] = Pin(hn::Load(d, b + j * kLanes<T>)); });
+    step();
     Each<kRows>([&](auto i) HWY_ATTR {
       const Vec<T> x = hn::Set(d, kRowsAreStrided ? a[i * lda] : a[i]);
       Each<kVectors>([&](auto j) HWY_ATTR { acc[i][j] = hn::MulAdd(x, panel[j], acc[i][j]); });

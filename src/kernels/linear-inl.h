@@ -1,0 +1,375 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: kernel (compiled once per Highway target). Projections: y = x w^T + bias on the register
+// tile, output columns in the lanes, weights packed once, rows of x broadcast from where they are.
+//
+// Packed weights: panels of kLinearColumns columns, [panel][k][column]; the last panel is one
+// vector wide if that is enough for what remains. The sum over k is cut into chunks of equal length
+// that depend on k alone; each chunk is summed from zero in the order of k, and the chunks are
+// added in order. So a row's bits depend neither on the rows beside it nor on how the work was
+// divided, and the error is that of the short sums.
+#if defined(QKV_KERNELS_LINEAR_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef QKV_KERNELS_LINEAR_INL_H_
+#undef QKV_KERNELS_LINEAR_INL_H_
+#else
+#define QKV_KERNELS_LINEAR_INL_H_
+#endif
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "hwy/cache_control.h"
+#include "hwy/highway.h"
+#include "kernels/kernels.h"
+#include "kernels/tile-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace qkv::kernels {
+namespace HWY_NAMESPACE {
+
+// Rows and vectors of a tile. Not those of attention on AVX2: widths are multiples of 16 far more
+// often than of 24, and 6 x 2 runs at the same rate as 4 x 3.
+#if HWY_TARGET <= HWY_AVX3
+inline constexpr int kLinearRows = 8, kLinearVectors = 2;
+#elif HWY_TARGET == HWY_SCALAR
+inline constexpr int kLinearRows = 4, kLinearVectors = 4;
+#elif HWY_ARCH_X86
+inline constexpr int kLinearRows = 6, kLinearVectors = 2;
+#else
+inline constexpr int kLinearRows = 8, kLinearVectors = 2;
+#endif
+inline constexpr int64_t kLinearColumns = kLinearVectors * kLanes<float>;
+
+// Longest chunk of k. 256 KB to 512 KB of x stay in the L2 cache while all panels pass (512 x 4096
+// x 4096 on Zen 5: 256, 384, 512 and 1024 are within 1 %).
+inline constexpr int64_t kLinearChunk = 512;
+// Rows of x that a chunk of weights meets before the next one is read.
+inline constexpr int64_t kLinearBlockRows = 128;
+// Weights of more than this many bytes come from beyond the L2 cache: the next panel is asked for
+// while this one is used (512 x 4096 x 4096 on Zen 5: 0.89 -> 0.95 of the FMA peak). Below, the
+// extra instructions cost clang 1 %.
+inline constexpr int64_t kLinearPrefetchBytes = 1 << 20;
+// A single tile of rows reads every weight once: ask for them this many floats ahead. 8 x 4096 x
+// 4096 on Zen 5: 0.68 of the read bandwidth without, 0.71 with 1 KB, 0.85 with 4 KB, 0.94 to 1.0
+// with 8 to 16 KB.
+inline constexpr int64_t kLinearStreamAhead = 2048;
+
+/// A tile of rows on one panel (or some panels side by side) and one chunk of k.
+struct LinearStrip {
+  const float* x;
+  int64_t x_stride;
+  const float* w;
+  int64_t panel_floats;  // from one panel to the next
+  int64_t k;
+  const float*
+      add;  // what is added to the sums: the bias (stride 0) or what y holds of the earlier chunks
+  int64_t add_stride;
+  float* y;
+  int64_t y_stride;
+  const float*
+      ahead[2];  // two streams of cache lines to ask for, and how far they advance per step of k
+  int64_t ahead_step;
+};
+
+template <int kRows, int kVectors>
+HWY_NOINLINE void LinearRows(const LinearStrip& s) {
+  const Tag<float> d;
+  const float* add = s.add;
+  float* y = s.y;
+  const int64_t add_stride = s.add_stride, y_stride = s.y_stride;
+  Tile<float, kRows, kVectors, true>(
+      s.x, static_cast<size_t>(s.x_stride), s.w, kVectors * kLanes<float>, static_cast<size_t>(s.k),
+      [&](auto, auto) HWY_ATTR { return hn::Zero(d); },
+      [&](auto i, auto j, Vec<float> sum) HWY_ATTR {
+        const Vec<float> before = hn::LoadU(d, add + i * add_stride + j * kLanes<float>);
+        hn::StoreU(hn::Add(sum, before), d, y + i * y_stride + j * kLanes<float>);
+      });
+}
+
+// The same with cache lines asked for on the way.
+template <int kRows>
+HWY_NOINLINE void LinearRowsAhead(const LinearStrip& s) {
+  const Tag<float> d;
+  const float* add = s.add;
+  float* y = s.y;
+  const int64_t add_stride = s.add_stride, y_stride = s.y_stride, step = s.ahead_step;
+  const float* ahead0 = s.ahead[0];
+  const float* ahead1 = s.ahead[1];
+  Each<kRows>([&](auto i) HWY_ATTR {
+    hwy::Prefetch(y + i * y_stride);
+    hwy::Prefetch(y + i * y_stride + kLinearColumns - 1);
+  });
+  Tile<float, kRows, kLinearVectors, true>(
+      s.x, static_cast<size_t>(s.x_stride), s.w, static_cast<size_t>(kLinearColumns),
+      static_cast<size_t>(s.k), [&](auto, auto) HWY_ATTR { return hn::Zero(d); },
+      [&](auto i, auto j, Vec<float> sum) HWY_ATTR {
+        const Vec<float> before = hn::LoadU(d, add + i * add_stride + j * kLanes<float>);
+        hn::StoreU(hn::Add(sum, before), d, y + i * y_stride + j * kLanes<float>);
+      },
+      [&]() HWY_ATTR {
+        hwy::Prefetch(ahead0);
+        hwy::Prefetch(ahead1);
+        ahead0 += step;
+        ahead1 += step;
+      });
+}
+
+// Few rows need several panels side by side for enough independent sums (8 hide the latency of the
+// FMA). The panel vectors are not pinned: one row uses each of them once, as an operand in memory.
+template <int kRows, int kPanels>
+HWY_NOINLINE void LinearWide(const LinearStrip& s) {
+  const Tag<float> d;
+  const float* HWY_RESTRICT x = s.x;
+  const float* HWY_RESTRICT w = s.w;
+  const int64_t x_stride = s.x_stride, panel_floats = s.panel_floats;
+  Vec<float> acc[kRows][kPanels][kLinearVectors];
+  Each<kRows>([&](auto i) HWY_ATTR {
+    Each<kPanels>([&](auto p) HWY_ATTR {
+      Each<kLinearVectors>([&](auto j) HWY_ATTR { acc[i][p][j] = hn::Zero(d); });
+    });
+  });
+  for (int64_t u = 0; u < s.k; ++u) {
+    Vec<float> broadcast[kRows];
+    Each<kRows>([&](auto i) HWY_ATTR { broadcast[i] = hn::Set(d, x[i * x_stride + u]); });
+    Each<kPanels>([&](auto p) HWY_ATTR {
+      Each<kLinearVectors>([&](auto j) HWY_ATTR {
+        const Vec<float> panel = hn::Load(d, w + p * panel_floats + j * kLanes<float>);
+        Each<kRows>([&](auto i)
+                        HWY_ATTR { acc[i][p][j] = hn::MulAdd(broadcast[i], panel, acc[i][p][j]); });
+      });
+    });
+    w += kLinearColumns;
+  }
+  Each<kRows>([&](auto i) HWY_ATTR {
+    Each<kPanels>([&](auto p) HWY_ATTR {
+      Each<kLinearVectors>([&](auto j) HWY_ATTR {
+        const int64_t column = p * kLinearColumns + j * kLanes<float>;
+        const Vec<float> before = hn::LoadU(d, s.add + i * s.add_stride + column);
+        hn::StoreU(hn::Add(acc[i][p][j], before), d, s.y + i * s.y_stride + column);
+      });
+    });
+  });
+}
+
+// f(rows as a constant) for rows in [1, kLinearRows].
+template <int kRows = kLinearRows, class F>
+HWY_INLINE void WithRows(int64_t rows, F f) {
+  if constexpr (kRows == 1) {
+    f(std::integral_constant<int, 1>());
+  } else {
+    if (rows == kRows) {
+      f(std::integral_constant<int, kRows>());
+    } else {
+      WithRows<kRows - 1>(rows, f);
+    }
+  }
+}
+
+/// The numbers of one call that every step needs.
+struct LinearPlan {
+  LinearTask task;
+  int64_t chunk;         // steps of k per chunk
+  int64_t panels;        // full panels
+  int64_t edge_columns;  // columns of the last panel that is not full, or 0
+  int64_t edge_width;    // lanes of that panel
+};
+
+HWY_INLINE LinearPlan MakeLinearPlan(const LinearTask& task) {
+  LinearPlan plan;
+  plan.task = task;
+  const int64_t chunks = (task.k + kLinearChunk - 1) / kLinearChunk;
+  plan.chunk = chunks > 1 ? ((task.k + chunks - 1) / chunks + 15) / 16 * 16 : task.k;
+  plan.panels = task.n / kLinearColumns;
+  plan.edge_columns = task.n - plan.panels * kLinearColumns;
+  plan.edge_width = plan.edge_columns <= kLanes<float> ? kLanes<float> : kLinearColumns;
+  return plan;
+}
+
+// Rows [row, row + rows) on panel `panel` (or `wide` panels from there) and the chunk of k from k0.
+HWY_INLINE LinearStrip MakeLinearStrip(const LinearPlan& plan, const float* bias, int64_t row,
+                                       int64_t panel, int64_t k0) {
+  const LinearTask& t = plan.task;
+  LinearStrip s;
+  s.x = t.x + row * t.x_stride + k0;
+  s.x_stride = t.x_stride;
+  s.w = t.packed + panel * kLinearColumns * t.k + k0 * kLinearColumns;
+  s.panel_floats = t.k * kLinearColumns;
+  s.k = t.k - k0 < plan.chunk ? t.k - k0 : plan.chunk;
+  s.y = t.y + row * t.y_stride + panel * kLinearColumns;
+  s.y_stride = t.y_stride;
+  s.add = k0 == 0 ? bias : s.y;
+  s.add_stride = k0 == 0 ? 0 : t.y_stride;
+  s.ahead[0] = s.ahead[1] = s.w;
+  s.ahead_step = 0;
+  return s;
+}
+
+// The panel that is not full: through a tile of our own, so that nothing is read or written past
+// the columns that exist.
+HWY_NOINLINE void LinearEdge(const LinearPlan& plan, int64_t row, int64_t rows, int64_t k0) {
+  const LinearTask& t = plan.task;
+  HWY_ALIGN float tile[kLinearRows * kLinearColumns];
+  HWY_ALIGN float bias[kLinearColumns] = {};
+  const int64_t width = plan.edge_width, columns = plan.edge_columns;
+  if (t.bias != nullptr) {
+    for (int64_t j = 0; j < columns; ++j) bias[j] = t.bias[plan.panels * kLinearColumns + j];
+  }
+  LinearStrip s = MakeLinearStrip(plan, bias, row, plan.panels, k0);
+  s.w = t.packed + plan.panels * kLinearColumns * t.k + k0 * width;
+  float* y = s.y;
+  if (k0 > 0) {
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = 0; j < width; ++j) {
+        tile[i * width + j] = j < columns ? y[i * t.y_stride + j] : 0.0f;
+      }
+    }
+    s.add = tile;
+    s.add_stride = width;
+  }
+  s.y = tile;
+  s.y_stride = width;
+  WithRows(rows, [&](auto r) HWY_ATTR {
+    if (width == kLinearColumns) {
+      LinearRows<r, kLinearVectors>(s);
+    } else {
+      LinearRows<r, 1>(s);
+    }
+  });
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < columns; ++j) y[i * t.y_stride + j] = tile[i * width + j];
+  }
+}
+
+// Panels side by side for `rows` rows: enough sums to hide the latency, few enough for the
+// registers.
+HWY_INLINE constexpr int LinearPanels(int rows) {
+  return rows == 1 ? 4 : rows == 2 ? 2 : rows == 3 && kLinearRows == 8 ? 2 : 1;
+}
+
+// One tile of rows: panel by panel, all of k at once, so that the weights are read in the order of
+// their addresses.
+template <int kRows>
+HWY_INLINE void LinearOneTile(const LinearPlan& plan) {
+  const LinearTask& t = plan.task;
+  constexpr int kPanels = LinearPanels(kRows);
+  HWY_ALIGN const float zeros[kPanels * kLinearColumns] = {};
+  int64_t panel = 0;
+  for (; panel + kPanels <= plan.panels; panel += kPanels) {
+    const float* bias = t.bias == nullptr ? zeros : t.bias + panel * kLinearColumns;
+    for (int64_t k0 = 0; k0 < t.k; k0 += plan.chunk) {
+      LinearStrip s = MakeLinearStrip(plan, bias, 0, panel, k0);
+      if constexpr (kPanels > 1) {
+        LinearWide<kRows, kPanels>(s);
+      } else {
+        s.ahead[0] = s.w + kLinearStreamAhead;
+        s.ahead[1] = s.ahead[0] + kLinearColumns / 2;
+        s.ahead_step = kLinearColumns;
+        LinearRowsAhead<kRows>(s);
+      }
+    }
+  }
+  for (; panel < plan.panels; ++panel) {
+    const float* bias = t.bias == nullptr ? zeros : t.bias + panel * kLinearColumns;
+    for (int64_t k0 = 0; k0 < t.k; k0 += plan.chunk) {
+      LinearRows<kRows, kLinearVectors>(MakeLinearStrip(plan, bias, 0, panel, k0));
+    }
+  }
+  if (plan.edge_columns > 0) {
+    for (int64_t k0 = 0; k0 < t.k; k0 += plan.chunk) LinearEdge(plan, 0, kRows, k0);
+  }
+}
+
+// Rows [begin, end): chunk by chunk of k, so that x stays in the L2 cache while the panels pass.
+// Tiles of nearly equal height: 20 rows are 7 + 7 + 6, not 8 + 8 + 4 (0.975 of the peak instead of
+// 0.94).
+HWY_INLINE void LinearBlock(const LinearPlan& plan, int64_t begin, int64_t end) {
+  const LinearTask& t = plan.task;
+  HWY_ALIGN const float zeros[kLinearColumns] = {};
+  const int64_t tiles = (end - begin + kLinearRows - 1) / kLinearRows;
+  const int64_t height = (end - begin) / tiles, taller = (end - begin) % tiles;
+  const bool ahead = t.n * t.k * 4 > kLinearPrefetchBytes;
+  // Each tile asks for its share of the next panel: two streams, each half of the share.
+  const int64_t step = (kLinearColumns / 2 + tiles - 1) / tiles;
+  for (int64_t k0 = 0; k0 < t.k; k0 += plan.chunk) {
+    for (int64_t panel = 0; panel < plan.panels; ++panel) {
+      const float* bias = t.bias == nullptr ? zeros : t.bias + panel * kLinearColumns;
+      int64_t row = begin;
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t rows = height + (tile < taller ? 1 : 0);
+        LinearStrip s = MakeLinearStrip(plan, bias, row, panel, k0);
+        if (ahead) {
+          const int64_t share = 2 * step * s.k;
+          const float* next = panel + 1 < plan.panels ? s.w + s.panel_floats : s.w;
+          if (share * tile < s.k * kLinearColumns) {
+            s.ahead[0] = next + share * tile;
+            s.ahead[1] = s.ahead[0] + step * s.k;
+            s.ahead_step = step;
+          }
+          WithRows(rows, [&](auto r) HWY_ATTR { LinearRowsAhead<r>(s); });
+        } else {
+          WithRows(rows, [&](auto r) HWY_ATTR { LinearRows<r, kLinearVectors>(s); });
+        }
+        row += rows;
+      }
+    }
+    if (plan.edge_columns > 0) {
+      int64_t row = begin;
+      for (int64_t tile = 0; tile < tiles; ++tile) {
+        const int64_t rows = height + (tile < taller ? 1 : 0);
+        LinearEdge(plan, row, rows, k0);
+        row += rows;
+      }
+    }
+  }
+}
+
+// k = 0: the bias alone.
+HWY_INLINE void LinearEmpty(const LinearTask& t) {
+  for (int64_t i = 0; i < t.m; ++i) {
+    for (int64_t j = 0; j < t.n; ++j) {
+      t.y[i * t.y_stride + j] = t.bias == nullptr ? 0.0f : t.bias[j];
+    }
+  }
+}
+
+void Linear(const LinearTask& task) {
+  if (task.k == 0) return LinearEmpty(task);
+  const LinearPlan plan = MakeLinearPlan(task);
+  if (task.m <= 0) return;
+  if (task.m <= kLinearRows) {
+    WithRows(task.m, [&](auto rows) HWY_ATTR { LinearOneTile<rows>(plan); });
+    return;
+  }
+  for (int64_t row = 0; row < task.m; row += kLinearBlockRows) {
+    const int64_t left = task.m - row;
+    LinearBlock(plan, row, row + (left < kLinearBlockRows ? left : kLinearBlockRows));
+  }
+}
+
+int64_t PackedFloats(int64_t n, int64_t k) {
+  constexpr int64_t kWide = kLinearColumns, kNarrow = kLanes<float>;
+  const int64_t rest = n % kWide;
+  return k * (n - rest + (rest == 0 ? 0 : rest <= kNarrow ? kNarrow : kWide));
+}
+
+void Pack(const float* w, int64_t n, int64_t k, float* packed) {
+  constexpr int64_t kSteps = 16;  // one cache line of w per column at a time
+  for (int64_t n0 = 0; n0 < n; n0 += kLinearColumns) {
+    const int64_t columns = n - n0 < kLinearColumns ? n - n0 : kLinearColumns;
+    const int64_t width = columns <= kLanes<float> ? kLanes<float> : kLinearColumns;
+    float* panel = packed + n0 * k;
+    for (int64_t k0 = 0; k0 < k; k0 += kSteps) {
+      const int64_t k1 = k - k0 < kSteps ? k : k0 + kSteps;
+      for (int64_t j = 0; j < width; ++j) {
+        const float* column = w + (n0 + j) * k;
+        for (int64_t u = k0; u < k1; ++u) panel[u * width + j] = j < columns ? column[u] : 0.0f;
+      }
+    }
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace qkv::kernels
+HWY_AFTER_NAMESPACE();
+
+#endif  // toggle
