@@ -20,20 +20,18 @@ struct Problem {
 };
 
 struct Plan {
-  std::string
-      path;  ///< "prefill" (queries in the lanes), "decode" (head dim in the lanes), "empty"
-  std::string reason;      ///< why this path, in one sentence
-  std::string isa;         ///< instruction set of the kernels
-  int64_t tile_q = 0;      ///< query rows of a panel: (token, head of the group) pairs
-  int64_t tile_kv = 0;     ///< keys of a block
-  int64_t kv_splits = 1;   ///< parts the keys are cut into; depends on the shape alone
-  int64_t work_items = 0;  ///< independent tasks
-  int num_threads = 1;
-  int64_t visible_pairs = 0;  ///< over batch and heads; a dense mask is counted as fully visible
-  int64_t flop = 0;           ///< 2 * visible_pairs * (head_dim_qk + head_dim_v)
-  int64_t bytes = 0;          ///< q, k, v, out read or written once
-  int64_t scratch_bytes =
-      0;  ///< exact: what the call may use beside its outputs, all threads together
+  std::string path;             ///< "prefill" (queries in the lanes), "decode" (head dim), "empty"
+  std::string reason;           ///< why this path, in one sentence
+  std::string isa;              ///< instruction set of the kernels
+  int64_t tile_q = 0;           ///< query rows of a panel: (token, head of the group) pairs
+  int64_t tile_kv = 0;          ///< keys of a block
+  int64_t kv_splits = 1;        ///< parts the keys are cut into; depends on the shape alone
+  int64_t work_items = 0;       ///< independent tasks
+  int num_threads = 1;          ///< that the call would use
+  int64_t visible_pairs = 0;    ///< over batch and heads; a dense mask counts as fully visible
+  int64_t flop = 0;             ///< 2 * visible_pairs * (head_dim_qk + head_dim_v)
+  int64_t bytes = 0;            ///< q, k, v, out read or written once
+  int64_t scratch_bytes = 0;    ///< exact: used beside the outputs, all threads together
   double expected_seconds = 0;  ///< from a coarse machine model; a guide, not a promise
 };
 
