@@ -299,7 +299,9 @@ HWY_INLINE void LinearBlock(const LinearPlan& plan, int64_t begin, int64_t end) 
         LinearStrip s = MakeLinearStrip(plan, bias, row, panel, k0);
         if (ahead) {
           const int64_t share = 2 * step * s.k;
-          const float* next = panel + 1 < plan.panels ? s.w + s.panel_floats : s.w;
+          const float* next = panel + 1 < plan.panels ? s.w + s.panel_floats
+                              : k0 + plan.chunk < t.k ? t.packed + (k0 + s.k) * kLinearColumns
+                                                      : s.w;
           if (share * tile < s.k * kLinearColumns) {
             s.ahead[0] = next + share * tile;
             s.ahead[1] = s.ahead[0] + step * s.k;

@@ -1,0 +1,131 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: schedule. Packs the weights of projections and cuts their products into tasks: blocks of
+// rows times blocks of columns. The kernel gives the same bits for every division, and the division
+// depends on the shape alone.
+#include "projection.h"
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+#include <algorithm>
+#include <new>
+
+#include "call.h"
+
+namespace qkv {
+namespace {
+
+// Rows of a task: the kernel's block, which meets a chunk of weights while that is in the cache.
+constexpr int64_t kTaskRows = 128;
+// Panels of weights that a task of many rows reads: x is then read n / 256 times from beyond the L2
+// cache (AVX-512), and 2048 x 512 x 1536 makes 96 tasks of 0.12 ms.
+constexpr int64_t kTaskPanels = 8;
+// Up to this many rows reading the weights is what costs, and a task reads about 1 MB (20 us).
+constexpr int64_t kFewRows = 16;
+constexpr int64_t kTaskWeightFloats = 1 << 18;
+// Packed weights from this size on ask for huge pages (Zen 5: 2 to 5 % at 4096 x 4096).
+constexpr int64_t kHugePageBytes = int64_t{2} << 20;
+
+struct Division {
+  int64_t row_blocks, column_blocks, block_columns, tasks;
+};
+
+Division divide(const ProjectionJob& job) {
+  const Projection& p = *job.projection;
+  Division d;
+  d.row_blocks = (job.rows + kTaskRows - 1) / kTaskRows;
+  const int64_t panels = (p.n() + p.columns() - 1) / p.columns();
+  const int64_t panel_floats = std::max<int64_t>(p.columns() * p.k(), 1);
+  const int64_t wanted = job.rows <= kFewRows ? kTaskWeightFloats / panel_floats : kTaskPanels;
+  const int64_t block = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(panels, 1));
+  d.column_blocks = (panels + block - 1) / block;
+  d.block_columns = block * p.columns();
+  d.tasks = job.groups * d.row_blocks * d.column_blocks;
+  return d;
+}
+
+kernels::LinearTask whole(const ProjectionJob& job, int64_t group) {
+  const Projection& p = *job.projection;
+  kernels::LinearTask t;
+  t.x = job.x + group * job.x_group_stride;
+  t.x_stride = job.x_row_stride;
+  t.packed = p.packed();
+  t.bias = p.bias();
+  t.y = job.y + group * job.y_group_stride;
+  t.y_stride = job.y_row_stride;
+  t.m = job.rows, t.k = p.k(), t.n = p.n();
+  return t;
+}
+
+struct Run {
+  std::span<const ProjectionJob> jobs;
+  Division division[kMaxProjectionJobs];
+
+  // Column blocks are the slow index: neighbours in time share their weights.
+  void task(int64_t index) const {
+    size_t j = 0;
+    while (index >= division[j].tasks) index -= division[j++].tasks;
+    const ProjectionJob& job = jobs[j];
+    const Division& d = division[j];
+    const int64_t row_block = index % d.row_blocks;
+    const int64_t group = index / d.row_blocks % job.groups;
+    const int64_t column = index / (d.row_blocks * job.groups) * d.block_columns;
+    kernels::LinearTask t = whole(job, group);
+    const int64_t row = row_block * kTaskRows;
+    t.x += row * t.x_stride, t.y += row * t.y_stride + column;
+    t.m = std::min(kTaskRows, t.m - row);
+    t.packed += column * t.k;
+    if (t.bias != nullptr) t.bias += column;
+    t.n = std::min(d.block_columns, t.n - column);
+    job.projection->run(t);
+  }
+};
+
+}  // namespace
+
+void Projection::Free::operator()(float* p) const {
+  ::operator delete (p, std::align_val_t{alignment});
+}
+
+Projection::Projection(std::span<const float> weight, std::span<const float> bias, int64_t n,
+                       int64_t k)
+    : n_(n), k_(k), bias_(bias.begin(), bias.end()) {
+  const kernels::KernelTable& table = kernels::active();
+  columns_ = table.linear_columns;
+  linear_ = table.linear;
+  const auto bytes = static_cast<size_t>(table.packed_floats(n, k)) * sizeof(float);
+  const bool is_large = static_cast<int64_t>(bytes) >= kHugePageBytes;
+  const auto alignment = static_cast<size_t>(is_large ? kHugePageBytes : kernels::kAlignment);
+  void* memory = ::operator new (bytes, std::align_val_t{alignment});
+  packed_ = {static_cast<float*>(memory), Free{alignment}};
+#ifdef __linux__
+  if (is_large) madvise(memory, bytes, MADV_HUGEPAGE);  // a hint: small pages work too
+#endif
+  table.pack(weight.data(), n, k, packed_.get());
+}
+
+void project(std::span<const ProjectionJob> jobs, int num_threads, Executor* executor) {
+  Run run{jobs, {}};
+  int64_t tasks = 0, flop = 0;
+  for (size_t j = 0; j < jobs.size(); ++j) {
+    run.division[j] = divide(jobs[j]);
+    tasks += run.division[j].tasks;
+    flop += 2 * jobs[j].groups * jobs[j].rows * jobs[j].projection->n() * jobs[j].projection->k();
+  }
+  if (tasks == 0) return;
+  const int wanted = num_threads != 0 ? num_threads : default_num_threads();
+  const int threads = wanted > 1 ? useful_threads((flop + tasks - 1) / tasks, tasks, wanted) : 1;
+  if (threads <= 1) {
+    for (const ProjectionJob& job : jobs) {
+      for (int64_t group = 0; group < job.groups; ++group) job.projection->run(whole(job, group));
+    }
+    return;
+  }
+  Executor& runner = executor != nullptr ? *executor : default_executor();
+  runner.run(
+      tasks, threads,
+      [](void* context, int64_t index) { static_cast<const Run*>(context)->task(index); }, &run);
+}
+
+}  // namespace qkv
