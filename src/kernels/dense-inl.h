@@ -91,30 +91,23 @@ HWY_NOINLINE void LoadDense(const AttentionTask& task, const PanelT& panel, int6
   for (int w = 0; w < kPanel<T>; w += 4) {
     for (int64_t i = 0; i < task.n_dense; i++) {
       const DenseTerm& term = task.dense[i];
-      T block[4 * 4];
       for (int r = 0; r < 4; r++) {
-        const int64_t offset = panel.token(task, w + r) * term.token_stride +
-                               panel.head(task, w + r) * term.head_stride +
+        const int64_t offset = panel.token[w + r] * term.token_stride +
+                               panel.head[w + r] * term.head_stride +
                                (k0 + begin) * term.key_stride;
         DenseRow(term, offset, n, rows + r * row_stride);
       }
-      for (int x = 0; x < n; x += 4) {
-        T* to = tile + (begin + x) * kPanel<T> + w;
-        const int m = HWY_MIN(4, n - x);
-        if (i == 0 && m == 4) {
-          Transpose4(rows + x, row_stride, to, kPanel<T>);
-          continue;
-        }
-        Transpose4(rows + x, row_stride, block, 4);
-        for (int y = 0; y < m; y++) {
-          for (int r = 0; r < 4; r++) {
-            T* sum = to + y * kPanel<T> + r;
-            const T term_value = block[y * 4 + r];
-            if (i == 0 || term_value == hidden) {
-              *sum = term_value;
-            } else if (*sum != hidden) {
-              *sum += term_value;
-            }
+      const T* const quad[4] = {rows, rows + row_stride, rows + 2 * row_stride,
+                                rows + 3 * row_stride};
+      const int whole = n / 4 * 4;
+      if (i == 0) RowsToLanes(quad, whole, T{1}, tile + begin * kPanel<T> + w, kPanel<T>);
+      for (int x = i == 0 ? whole : 0; x < n; x++) {
+        for (int r = 0; r < 4; r++) {
+          T* sum = tile + (begin + x) * kPanel<T> + w + r;
+          if (i == 0 || quad[r][x] == hidden) {
+            *sum = quad[r][x];
+          } else if (*sum != hidden) {
+            *sum += quad[r][x];
           }
         }
       }

@@ -46,8 +46,8 @@ HWY_NOINLINE void DropWeights(const AttentionTask& task, const Panel<T>& panel, 
   const double threshold = task.dropout * 4294967296.0;
   const T factor = task.dropout < 1 ? static_cast<T>(1.0 / (1.0 - task.dropout)) : T{0};
   for (int w = span.v0 * kLanes<T>; w < (span.v0 + span.nv) * kLanes<T>; w++) {
-    const int64_t i = panel.token(task, w);
-    const int64_t stream = task.dropout_stream + panel.head(task, w);
+    const int64_t i = panel.token[w];
+    const int64_t stream = task.dropout_stream + panel.head[w];
     uint32_t random[4];
     int64_t group = -1;
     for (int x = span.begin; x < span.end; x++) {

@@ -64,14 +64,12 @@ struct Panel {
   VectorKeys keys[kTileVectors];
   int64_t lo[kW], hi[kW];
 
-  int64_t token(const AttentionTask& task, int lane) const {
-    return (first_row + HWY_MIN(lane, n_rows - 1)) / task.group_size;
-  }
-  int64_t head(const AttentionTask& task, int lane) const {
-    return (first_row + HWY_MIN(lane, n_rows - 1)) % task.group_size;
-  }
+  // Token and head of each lane; lanes without a row repeat the last row.
+  int64_t token[kW];
+  int64_t head[kW];
+
   void find_spans(const AttentionTask& task, int64_t k0, int from, int to, SpanList* spans) const {
-    const DenseUse use = UseOfDense(task, token(task, 0), token(task, n_rows - 1), k0 / kBlock);
+    const DenseUse use = UseOfDense(task, token[0], token[n_rows - 1], k0 / kBlock);
     spans->n = 0;
     spans->dense = use == DenseUse::some;
     if (use != DenseUse::hidden) FindSpans(keys, k0, from, to, spans);
@@ -89,10 +87,10 @@ struct Panel {
 template <class T>
 struct PanelWork {
   static constexpr int kW = kPanel<T>;
-  T *s, *dense, *seen;                                   // [kBlock][lane]
-  T *max, *unused, *zeros, *lo, *hi, *slope, *position;  // lane vectors
+  T *s, *dense, *seen;                                           // [kBlock][lane]
+  T *max, *unused, *zeros, *delta, *lo, *hi, *slope, *position;  // lane vectors
   LaneInt<T>* q_ids;
-  T* rows;   // 4 rows of max(head_dim_qk, head_dim_v, kBlock)
+  T* rows;   // max(kLanes, 4) rows of max(head_dim_qk, head_dim_v, kBlock)
   T *k, *v;  // converted block
   int64_t k_stride, v_stride;
 
@@ -103,11 +101,11 @@ struct PanelWork {
     const int64_t dim_qk = RoundUp(head_dim_qk, kLanes<T> < 4 ? 4 : kLanes<T>);
     const int64_t dim_v = RoundUp(head_dim_v, kLanes<T> < 4 ? 4 : kLanes<T>);
     work->s = take(kBlock * kW), work->dense = take(kBlock * kW), work->seen = take(kBlock * kW);
-    work->max = take(kW), work->unused = take(kW), work->zeros = take(kW), work->lo = take(kW),
-    work->hi = take(kW);
+    work->max = take(kW), work->unused = take(kW), work->zeros = take(kW), work->delta = take(kW),
+    work->lo = take(kW), work->hi = take(kW);
     work->slope = take(kW), work->position = take(kW);
     work->q_ids = reinterpret_cast<LaneInt<T>*>(take(kW));
-    work->rows = take(4 * HWY_MAX(HWY_MAX(dim_qk, dim_v), kBlock));
+    work->rows = take(HWY_MAX(kLanes<T>, 4) * HWY_MAX(HWY_MAX(dim_qk, dim_v), kBlock));
     work->k_stride = dim_qk, work->v_stride = dim_v;
     work->k = take(kBlock * dim_qk), work->v = take(kBlock * dim_v);
     for (int p = 0; p < kMaxPanels; p++) {
@@ -130,21 +128,37 @@ int64_t PanelScratchBytes(int64_t head_dim_qk, int64_t head_dim_v) {
   return total;
 }
 
+// Token and head of each lane, without a division per lane.
+template <class T>
+HWY_INLINE void FindLanes(const AttentionTask& task, Panel<T>* panel) {
+  int64_t token = panel->first_row / task.group_size, head = panel->first_row % task.group_size;
+  for (int w = 0; w < kPanel<T>; w++) {
+    panel->token[w] = token, panel->head[w] = head;
+    if (w + 1 >= panel->n_rows) continue;
+    if (++head == task.group_size) head = 0, token++;
+  }
+}
+
 // Visible keys of the lanes and vectors of a panel.
 template <class T>
 HWY_INLINE void FindKeys(const AttentionTask& task, Panel<T>* panel) {
   const int64_t base = task.row_begin / task.group_size;
+  if (!task.ranges) {  // every row sees every key
+    panel->begin = task.kv_begin, panel->end = task.kv_end;
+    for (int v = 0; v < kTileVectors; v++) {
+      const int64_t end = v * kLanes<T> < panel->n_rows ? task.kv_end : task.kv_begin;
+      panel->keys[v] = {task.kv_begin, end, task.kv_begin, end};
+    }
+    return;
+  }
   panel->begin = task.kv_end;
   panel->end = task.kv_begin;
   for (int v = 0; v < kTileVectors; v++) {
     VectorKeys keys = {task.kv_end, task.kv_begin, task.kv_begin, task.kv_end};
     bool any_empty = false;
     for (int w = v * kLanes<T>; w < (v + 1) * kLanes<T>; w++) {
-      int64_t lo = task.kv_begin, hi = task.kv_end;
-      if (task.ranges) {
-        const RowRange range = task.ranges[panel->token(task, w) - base];
-        lo = HWY_MAX(lo, range.lo), hi = HWY_MIN(hi, range.hi);
-      }
+      const RowRange range = task.ranges[panel->token[w] - base];
+      const int64_t lo = HWY_MAX(task.kv_begin, range.lo), hi = HWY_MIN(task.kv_end, range.hi);
       panel->lo[w] = lo, panel->hi[w] = hi;
       if (lo < hi) {
         keys.begin = HWY_MIN(keys.begin, lo), keys.end = HWY_MAX(keys.end, hi);
@@ -156,9 +170,7 @@ HWY_INLINE void FindKeys(const AttentionTask& task, Panel<T>* panel) {
     if (v * kLanes<T> >= panel->n_rows || keys.begin >= keys.end) {
       keys = {task.kv_begin, task.kv_begin, task.kv_end, task.kv_begin};
     } else {
-      // Cuts at whole tiles; the ends of the keys themselves stay.
-      keys.begin = HWY_MAX(keys.begin / kTileRows * kTileRows, task.kv_begin);
-      keys.end = HWY_MIN(RoundUp(keys.end, kTileRows), task.kv_end);
+      // Masked keys begin and end at whole tiles; keys that no lane needs stay out.
       if (keys.full_begin > task.kv_begin)
         keys.full_begin = HWY_MIN(RoundUp(keys.full_begin, kTileRows), task.kv_end);
       if (keys.full_end < task.kv_end)
@@ -167,31 +179,6 @@ HWY_INLINE void FindKeys(const AttentionTask& task, Panel<T>* panel) {
       panel->begin = HWY_MIN(panel->begin, keys.begin), panel->end = HWY_MAX(panel->end, keys.end);
     }
     panel->keys[v] = keys;
-  }
-}
-
-// Q^T of a panel, from rows of any type: rows are scaled in natural order, then transposed 4 x 4.
-template <class T>
-HWY_INLINE void PackQueries(const AttentionTask& task, const PanelWork<T>& work, Panel<T>* panel) {
-  const double to_log2 = task.softcap > 0 ? 1.0 / task.softcap : kLog2E;
-  const T factor = static_cast<T>(task.scale * to_log2);
-  const int64_t stride = work.k_stride;
-  const int lanes = static_cast<int>(RoundUp(panel->n_rows, HWY_MAX(kLanes<T>, 4)));
-  for (int w = 0; w < lanes; w += 4) {  // vectors without any row are never read
-    for (int i = 0; i < 4; i++) {
-      if (w + i >= panel->n_rows) {  // lanes without a row compute with zeros
-        for (int64_t x = 0; x < stride; x++) work.rows[i * stride + x] = T{0};
-        continue;
-      }
-      const int64_t offset = panel->token(task, w + i) * task.q_token_stride +
-                             panel->head(task, w + i) * task.q_head_stride;
-      LoadRow(Advance(task.q, task.q_dtype, offset), task.q_dtype, task.head_dim_qk, factor,
-              work.rows + i * stride);
-      for (int64_t x = task.head_dim_qk; x < stride; x++) work.rows[i * stride + x] = T{0};
-    }
-    for (int64_t x = 0; x < task.head_dim_qk; x += 4) {
-      Transpose4(work.rows + x, stride, panel->qt + x * kPanel<T> + w, kPanel<T>);
-    }
   }
 }
 
@@ -211,7 +198,7 @@ HWY_INLINE void StartState(const AttentionTask& task, Panel<T>* panel) {
   }
   if (!task.sinks) return;
   for (int w = 0; w < kPanel<T>; w++)
-    state.sum[w] = static_cast<T>(task.sinks[panel->head(task, w)] * kLog2E);
+    state.sum[w] = static_cast<T>(task.sinks[panel->head[w]] * kLog2E);
   for (int w = 0; w < kPanel<T>; w += kLanes<T>) {
     const Vec<T> logit = hn::Load(d, state.sum + w);
     const auto present = hn::Not(hn::Eq(logit, NegativeInfinity<T>()));
@@ -224,28 +211,6 @@ HWY_INLINE void StartState(const AttentionTask& task, Panel<T>* panel) {
   }
 }
 
-// Carves the scratch and prepares the panels; returns their number.
-template <class T>
-HWY_INLINE int StartPanels(const AttentionTask& task, PanelWork<T>* work, Panel<T>* panels) {
-  char* at = static_cast<char*>(task.scratch);
-  PanelWork<T>::layout(task.head_dim_qk, task.head_dim_v, work, panels, [&](int64_t n) HWY_ATTR {
-    T* p = reinterpret_cast<T*>(at);
-    at += RoundUp(n * static_cast<int64_t>(sizeof(T)), kAlignment);
-    return p;
-  });
-  for (int w = 0; w < kPanel<T>; w++) work->zeros[w] = T{0};
-  int n = 0;
-  for (int64_t row = 0; row < task.n_rows; row += kPanel<T>, n++) {
-    Panel<T>* panel = &panels[n];
-    panel->first_row = task.row_begin + row;
-    panel->n_rows = static_cast<int>(HWY_MIN(task.n_rows - row, static_cast<int64_t>(kPanel<T>)));
-    FindKeys(task, panel);
-    PackQueries(task, *work, panel);
-    StartState(task, panel);
-  }
-  return n;
-}
-
 // Steps of the scores of a panel at the block k0.
 template <class T>
 HWY_INLINE void FillSteps(const AttentionTask& task, const PanelWork<T>& work,
@@ -256,14 +221,14 @@ HWY_INLINE void FillSteps(const AttentionTask& task, const PanelWork<T>& work,
   }
   if (task.alibi_slopes) {
     for (int w = 0; w < kPanel<T>; w++) {
-      work.slope[w] = static_cast<T>(task.alibi_slopes[panel.head(task, w)] * kLog2E);
-      work.position[w] = static_cast<T>(task.first_position + panel.token(task, w) - k0);
+      work.slope[w] = static_cast<T>(task.alibi_slopes[panel.head[w]] * kLog2E);
+      work.position[w] = static_cast<T>(task.first_position + panel.token[w] - k0);
     }
     steps->slope = work.slope;
     steps->position = work.position;
   }
   if (task.q_ids) {
-    for (int w = 0; w < kPanel<T>; w++) work.q_ids[w] = task.q_ids[panel.token(task, w)];
+    for (int w = 0; w < kPanel<T>; w++) work.q_ids[w] = task.q_ids[panel.token[w]];
     steps->q_ids = work.q_ids;
     steps->kv_ids = task.kv_ids + k0;
   }
@@ -314,63 +279,22 @@ HWY_INLINE void LoadBlock(const AttentionTask& task, const PanelWork<T>& work, i
   }
 }
 
-// False if n rows hold a NaN or Inf: x * 0 is not 0 for those.
+// False if one of n elements, a multiple of kPanel, is NaN or Inf: x * 0 is not 0 for those.
 template <class T>
-HWY_NOINLINE bool AllFinite(const T* rows, int64_t stride, int64_t dim, int n) {
+HWY_NOINLINE bool AllFinite(const T* HWY_RESTRICT x, int64_t n) {
   const Tag<T> d;
   const Vec<T> zero = hn::Zero(d);
-  Vec<T> sum = zero;
-  T tail = 0;
-  for (int i = 0; i < n; i++, rows += stride) {
-    int64_t x = 0;
-    for (; x + kLanes<T> <= dim; x += kLanes<T>)
-      sum = hn::MulAdd(hn::LoadU(d, rows + x), zero, sum);
-    for (; x < dim; x++) tail += rows[x] * T{0};
+  Vec<T> sum[2 * kTileVectors];
+  Each<2 * kTileVectors>([&](auto v) HWY_ATTR { sum[v] = zero; });
+  int64_t at = 0;
+  for (; at + 2 * kPanel<T> <= n; at += 2 * kPanel<T>) {
+    Each<2 * kTileVectors>([&](auto v) HWY_ATTR {
+      sum[v] = hn::MulAdd(hn::Load(d, x + at + v * kLanes<T>), zero, sum[v]);
+    });
   }
-  return hn::AllTrue(d, hn::Eq(sum, zero)) && tail == 0;
-}
-
-// Writes the rows of a panel, and its state.
-template <class T>
-HWY_INLINE void StoreOut(const AttentionTask& task, const PanelWork<T>& work,
-                         const Panel<T>& panel) {
-  const Tag<T> d;
-  const PanelState<T>& state = panel.state;
-  if (task.state_m) {
-    T* m = static_cast<T*>(task.state_m) + (panel.first_row - task.row_begin);
-    T* l = static_cast<T*>(task.state_l) + (panel.first_row - task.row_begin);
-    for (int w = 0; w < panel.n_rows; w++) m[w] = -state.shift[w], l[w] = state.sum[w];
-  }
-  if (!task.out) return;
-  if (!task.unnormalised) {
-    for (int w = 0; w < kPanel<T>; w += kLanes<T>) {
-      const Vec<T> sum = hn::Load(d, state.sum + w);
-      const Vec<T> factor =
-          hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(d)), hn::Div(hn::Set(d, T{1}), sum));
-      for (int64_t x = 0; x < task.head_dim_v; x++) {
-        T* at = state.out + x * kPanel<T> + w;
-        hn::Store(hn::Mul(hn::Load(d, at), factor), d, at);
-      }
-    }
-  }
-  const int64_t stride = work.v_stride;
-  for (int w = 0; w < panel.n_rows; w += 4) {
-    for (int64_t x = 0; x < task.head_dim_v; x += 4) {
-      Transpose4(state.out + x * kPanel<T> + w, kPanel<T>, work.rows + x, stride);
-    }
-    for (int i = 0; i < HWY_MIN(4, panel.n_rows - w); i++) {
-      if (task.unnormalised) {
-        const int64_t row = panel.first_row - task.row_begin + w + i;
-        __builtin_memcpy(static_cast<T*>(task.out) + row * task.head_dim_v, work.rows + i * stride,
-                         static_cast<size_t>(task.head_dim_v) * sizeof(T));
-      } else {
-        const int64_t offset = panel.token(task, w + i) * task.out_token_stride +
-                               panel.head(task, w + i) * task.out_head_stride;
-        StoreRow(work.rows + i * stride, task.out_dtype, task.head_dim_v,
-                 Advance(task.out, task.out_dtype, offset));
-      }
-    }
-  }
+  for (; at < n; at += kLanes<T>) sum[0] = hn::MulAdd(hn::Load(d, x + at), zero, sum[0]);
+  Each<2 * kTileVectors - 1>([&](auto v) HWY_ATTR { sum[0] = hn::Add(sum[0], sum[v + 1]); });
+  return hn::AllTrue(d, hn::Eq(sum[0], zero));
 }
 
 }  // namespace HWY_NAMESPACE

@@ -18,6 +18,7 @@
 
 #include "kernels/dropout-inl.h"
 #include "kernels/panel-inl.h"
+#include "kernels/rows-inl.h"
 #include "kernels/softmax-inl.h"
 #include "kernels/spans-inl.h"
 #include "kernels/tile-inl.h"
@@ -85,7 +86,7 @@ HWY_INLINE void Pv(const T* v, int64_t v_stride, int64_t head_dim, const T* p, T
   });
 }
 
-// The same for V rows that hold NaN or Inf somewhere: a hidden key must not reach a lane.
+// The same where a hidden value row holds NaN or Inf, which 0 * v would carry into the sum.
 // seen[key][lane] != 0: visible.
 template <class T>
 HWY_NOINLINE void PvSelect(const T* v, int64_t v_stride, int64_t head_dim, const T* p,
@@ -128,10 +129,8 @@ HWY_NOINLINE void RecordSeen(const PanelWork<T>& work, const Span& span) {
 }
 
 // Scores of one panel in one key block: products, then the steps where they are needed.
-// Returns true if a value row that some lane must not see holds NaN or Inf; work.seen then says
-// which lanes see what.
 template <class T>
-HWY_INLINE bool BlockScores(const AttentionTask& task, const PanelWork<T>& work,
+HWY_INLINE void BlockScores(const AttentionTask& task, const PanelWork<T>& work,
                             const Panel<T>& panel, const KeyBlock<T>& block,
                             const SpanList& spans) {
   const Tag<T> d;
@@ -145,7 +144,7 @@ HWY_INLINE bool BlockScores(const AttentionTask& task, const PanelWork<T>& work,
     common.dense = work.dense;
   }
   const bool everywhere = common.softcap > 0 || common.slope || common.dense || common.q_ids;
-  bool has_masked = false, unsafe = false;
+  bool has_masked = false;
   for (int i = 0; i < spans.n; i++) {
     const Span span = spans.span[i];
     const int w = span.v0 * kLanes<T>;
@@ -168,69 +167,60 @@ HWY_INLINE bool BlockScores(const AttentionTask& task, const PanelWork<T>& work,
       steps.lo = work.lo, steps.hi = work.hi;
     }
     FinishScores(steps, work.s, work.max, span.begin, span.end, span.v0, span.nv);
-    if (!span.masked && !steps.dense && !steps.q_ids) continue;
-    ForPieces(block, span.begin, span.end,
-              [&](const KeyPiece<T>& piece, int begin, int n) HWY_ATTR {
-                const T* v = piece.v + (begin - piece.begin) * piece.v_stride;
-                unsafe |= !AllFinite(v, piece.v_stride, task.head_dim_v, n);
-              });
   }
-  if (HWY_UNLIKELY(unsafe)) {
-    for (int i = 0; i < spans.n; i++) RecordSeen(work, spans.span[i]);
-  }
-  return unsafe;
 }
 
-// One panel against one key block.
-template <class T>
+// One panel against one key block. kCareful: hidden value rows may hold NaN or Inf.
+template <class T, bool kCareful>
 HWY_INLINE void AttendBlock(const AttentionTask& task, const PanelWork<T>& work,
                             const Panel<T>& panel, const KeyBlock<T>& block, int begin, int end) {
   const Tag<T> d;
   SpanList spans;
   panel.find_spans(task, block.begin, begin, end, &spans);
   if (spans.n == 0) return;
-  const bool unsafe = BlockScores(task, work, panel, block, spans);
-  auto raise = hn::Gt(hn::Load(d, work.max), hn::Load(d, panel.state.threshold));
-  for (int v = 1; v < kTileVectors; v++) {
-    raise = hn::Or(raise, hn::Gt(hn::Load(d, work.max + v * kLanes<T>),
-                                 hn::Load(d, panel.state.threshold + v * kLanes<T>)));
+  BlockScores(task, work, panel, block, spans);
+  auto above = hn::Gt(hn::Load(d, work.max), hn::Load(d, panel.state.threshold));
+  for (int w = kLanes<T>; w < kPanel<T>; w += kLanes<T>) {
+    above =
+        hn::Or(above, hn::Gt(hn::Load(d, work.max + w), hn::Load(d, panel.state.threshold + w)));
   }
-  if (HWY_UNLIKELY(!hn::AllFalse(d, raise))) {
-    const int first = spans.span[0].begin;
-    Raise(panel.state, work.s + first * kPanel<T>, work.max, spans.span[spans.n - 1].end - first,
-          task.head_dim_v);
-  }
-  for (int i = 0;
-       i <
-       spans.n;) {  // neighbours with the same vectors are one span for exp and the second product
-    Span run = spans.span[i];
-    for (i++; i < spans.n && spans.span[i].v0 == run.v0 && spans.span[i].nv == run.nv; i++)
+  const bool raised = !hn::AllFalse(d, above);
+  if (HWY_UNLIKELY(raised)) Raise(panel.state, work.max, task.head_dim_v, work.delta);
+  for (int i = 0; i < spans.n;) {  // neighbours with the same vectors are one run from here on
+    if (kCareful) RecordSeen(work, spans.span[i]);
+    Span run = spans.span[i++];
+    for (; i < spans.n && spans.span[i].v0 == run.v0 && spans.span[i].nv == run.nv; i++) {
+      if (kCareful) RecordSeen(work, spans.span[i]);
       run.end = spans.span[i].end;
-    const int w = run.v0 * kLanes<T>;
+    }
+    const int w = run.v0 * kLanes<T>, n = run.end - run.begin;
     T* s = work.s + run.begin * kPanel<T> + w;
     WithVectors(run.nv, [&](auto vectors) HWY_ATTR {
-      ExpRows<T, vectors>(s, panel.state.sum + w, run.end - run.begin);
+      if (HWY_UNLIKELY(raised)) {
+        ExpRows<T, vectors, true>(s, work.delta + w, panel.state.sum + w, n);
+      } else {
+        ExpRows<T, vectors, false>(s, nullptr, panel.state.sum + w, n);
+      }
     });
-    if (task.dropout > 0) DropWeights(task, panel, block.begin, run, work.s);
-    ForPieces(block, run.begin, run.end, [&](const KeyPiece<T>& piece, int at, int n) HWY_ATTR {
+    if (HWY_UNLIKELY(task.dropout > 0)) DropWeights(task, panel, block.begin, run, work.s);
+    ForPieces(block, run.begin, run.end, [&](const KeyPiece<T>& piece, int at, int m) HWY_ATTR {
       const T* v = piece.v + (at - piece.begin) * piece.v_stride;
       const T* p = work.s + at * kPanel<T>;
-      if (HWY_UNLIKELY(unsafe)) {
+      if (kCareful) {
         return PvSelect(v, piece.v_stride, task.head_dim_v, p, work.seen + at * kPanel<T>,
-                        panel.state.out, n, run.v0, run.nv);
+                        panel.state.out, m, run.v0, run.nv);
       }
       WithVectors(run.nv, [&](auto vectors) HWY_ATTR {
-        Pv<T, vectors>(v, piece.v_stride, task.head_dim_v, p + w, panel.state.out + w, n);
+        Pv<T, vectors>(v, piece.v_stride, task.head_dim_v, p + w, panel.state.out + w, m);
       });
     });
   }
 }
 
-template <class T>
-void Prefill(const AttentionTask& task) {
-  PanelWork<T> work;
-  Panel<T> panels[kMaxPanels];
-  const int num_panels = StartPanels(task, &work, panels);
+// All blocks of keys for all panels. False if a sum is NaN or Inf although some key was hidden.
+template <class T, bool kCareful>
+HWY_INLINE bool AttendBlocks(const AttentionTask& task, const PanelWork<T>& work,
+                             const Panel<T>* panels, int num_panels) {
   int64_t begin = task.kv_end, end = task.kv_begin;
   for (int p = 0; p < num_panels; p++) {
     begin = HWY_MIN(begin, panels[p].begin);
@@ -243,8 +233,28 @@ void Prefill(const AttentionTask& task) {
     LoadBlock(task, work, k0, Within(begin - k0), Within(end - k0), &block);
     for (int p = 0; p < num_panels; p++) {
       const int from = Within(panels[p].begin - k0), to = Within(panels[p].end - k0);
-      if (from < to) AttendBlock(task, work, panels[p], block, from, to);
+      if (from < to) AttendBlock<T, kCareful>(task, work, panels[p], block, from, to);
     }
+  }
+  if (kCareful || (!task.ranges && !task.n_dense && !task.q_ids)) return true;
+  bool finite = true;
+  for (int p = 0; p < num_panels; p++) {
+    finite &= AllFinite(panels[p].state.out, task.head_dim_v * kPanel<T>);
+  }
+  return finite;
+}
+
+template <class T>
+void Prefill(const AttentionTask& task) {
+  PanelWork<T> work;
+  Panel<T> panels[kMaxPanels];
+  int num_panels = StartPanels(task, &work, panels);
+  // NaN and Inf in hidden keys are selected away with the scores. In hidden values they would turn
+  // a sum into NaN: that shows at the end, and the task is done again by selection. Same bits.
+  const bool done = AttendBlocks<T, false>(task, work, panels, num_panels);
+  if (HWY_UNLIKELY(!done)) {
+    num_panels = StartPanels(task, &work, panels);
+    AttendBlocks<T, true>(task, work, panels, num_panels);
   }
   for (int p = 0; p < num_panels; p++) StoreOut(task, work, panels[p]);
 }

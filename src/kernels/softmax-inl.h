@@ -101,26 +101,22 @@ struct PanelState {
   T* out;        // [head_dim_v][lane], unnormalised
 };
 
-// Raises the reference of the lanes whose maximum passed their threshold. s holds n keys of scores
-// minus the reference.
+// Raises the reference of the lanes whose maximum passed their threshold. delta: what the scores of
+// the block at hand, which were taken against the old reference, lose.
 template <class T>
-HWY_NOINLINE void Raise(const PanelState<T>& state, T* HWY_RESTRICT s, const T* HWY_RESTRICT max,
-                        int n, int64_t head_dim_v) {
+HWY_NOINLINE void Raise(const PanelState<T>& state, const T* HWY_RESTRICT max, int64_t head_dim_v,
+                        T* HWY_RESTRICT delta_out) {
   const Tag<T> d;
-  for (int v = 0; v < kTileVectors; v++) {
-    const int w = v * kLanes<T>;
+  for (int w = 0; w < kPanel<T>; w += kLanes<T>) {
     const Vec<T> mx = hn::Load(d, max + w), threshold = hn::Load(d, state.threshold + w);
     const auto raise = hn::Gt(mx, threshold);
-    if (hn::AllFalse(d, raise)) continue;
     const Vec<T> delta = hn::IfThenElseZero(raise, hn::Ceil(mx));
+    hn::Store(delta, d, delta_out + w);
+    if (hn::AllFalse(d, raise)) continue;
     const auto started = hn::Gt(threshold, NegativeInfinity<T>());
     hn::Store(hn::Sub(hn::Load(d, state.shift + w), delta), d, state.shift + w);
     hn::Store(hn::IfThenElse(raise, hn::Set(d, static_cast<T>(kRaiseAbove)), threshold), d,
               state.threshold + w);
-    for (int x = 0; x < n; x++) {
-      T* at = s + x * kPanel<T> + w;
-      hn::Store(hn::Sub(hn::Load(d, at), delta), d, at);
-    }
     const auto correct = hn::And(raise, started);
     if (hn::AllFalse(d, correct)) continue;
     const Vec<T> factor = hn::IfThenElse(correct, Exp2(hn::Neg(delta)), hn::Set(d, T{1}));
@@ -132,16 +128,22 @@ HWY_NOINLINE void Raise(const PanelState<T>& state, T* HWY_RESTRICT s, const T* 
   }
 }
 
-// s = 2^s in place, sum += s, for n keys and kVectors vectors.
-template <class T, int kVectors>
-HWY_NOINLINE void ExpRows(T* HWY_RESTRICT s, T* HWY_RESTRICT sum, int n) {
+// s = 2^s (kDelta: 2^(s - delta)) in place, sum += s, for n keys and kVectors vectors.
+template <class T, int kVectors, bool kDelta>
+HWY_NOINLINE void ExpRows(T* HWY_RESTRICT s, const T* HWY_RESTRICT delta, T* HWY_RESTRICT sum,
+                          int n) {
   const Tag<T> d;
   constexpr int kUnroll = kVectors >= 3 ? 1 : kVectors == 2 ? 2 : 4;  // 2 to 4 vectors in flight
-  Vec<T> total[kVectors];
-  Each<kVectors>([&](auto v) HWY_ATTR { total[v] = hn::Load(d, sum + v * kLanes<T>); });
+  Vec<T> total[kVectors], less[kVectors];
+  Each<kVectors>([&](auto v) HWY_ATTR {
+    total[v] = hn::Load(d, sum + v * kLanes<T>);
+    less[v] = kDelta ? hn::Load(d, delta + v * kLanes<T>) : hn::Zero(d);
+  });
   const auto row = [&](T* at) HWY_ATTR {
     Each<kVectors>([&](auto v) HWY_ATTR {
-      const Vec<T> p = Exp2(hn::Load(d, at + v * kLanes<T>));
+      Vec<T> p = hn::Load(d, at + v * kLanes<T>);
+      if (kDelta) p = hn::Sub(p, less[v]);
+      p = Exp2(p);
       hn::Store(p, d, at + v * kLanes<T>);
       total[v] = hn::Add(total[v], p);
     });

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: kernel (compiled once per Highway target). Query rows on their way into panels and sums on
+// their way out.
+#if defined(QKV_KERNELS_ROWS_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef QKV_KERNELS_ROWS_INL_H_
+#undef QKV_KERNELS_ROWS_INL_H_
+#else
+#define QKV_KERNELS_ROWS_INL_H_
+#endif
+
+#include "kernels/panel-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace qkv::kernels {
+namespace HWY_NAMESPACE {
+
+template <class T>
+inline constexpr DType kArithmetic = sizeof(T) == 4 ? DType::f32 : DType::f64;
+
+// Q^T of a panel, times scale and log2(e). Rows in the arithmetic type are read in place; others,
+// and what is left of a row behind its last four elements, go through work.rows.
+template <class T>
+HWY_INLINE void PackQueries(const AttentionTask& task, const PanelWork<T>& work, Panel<T>* panel) {
+  const double to_log2 = task.softcap > 0 ? 1.0 / task.softcap : kLog2E;
+  const T factor = static_cast<T>(task.scale * to_log2);
+  const int64_t stride = work.k_stride, dim = task.head_dim_qk;
+  const int lanes = static_cast<int>(RoundUp(panel->n_rows, HWY_MAX(kLanes<T>, 4)));
+  for (int w = 0; w < lanes; w += 4) {  // vectors without any row are never read
+    const T* rows[4];
+    int64_t done = 0;
+    const bool in_place = task.q_dtype == kArithmetic<T> && w + 4 <= panel->n_rows;
+    if (in_place) {
+      for (int i = 0; i < 4; i++) {
+        rows[i] = static_cast<const T*>(task.q) + panel->token[w + i] * task.q_token_stride +
+                  panel->head[w + i] * task.q_head_stride;
+      }
+      done = dim / 4 * 4;
+      RowsToLanes(rows, done, factor, panel->qt + w, kPanel<T>);
+      if (done == dim) continue;
+    }
+    for (int i = 0; i < 4; i++) {
+      T* row = work.rows + i * stride;
+      rows[i] = row + done;
+      for (int64_t x = done; x < RoundUp(dim, 4); x++) row[x] = T{0};
+      if (w + i >= panel->n_rows) continue;  // lanes without a row compute with zeros
+      const int64_t offset = panel->token[w + i] * task.q_token_stride +
+                             panel->head[w + i] * task.q_head_stride + done;
+      LoadRow(Advance(task.q, task.q_dtype, offset), task.q_dtype, dim - done, T{1}, row + done);
+    }
+    RowsToLanes(rows, RoundUp(dim, 4) - done, factor, panel->qt + done * kPanel<T> + w, kPanel<T>);
+  }
+}
+
+// Carves the scratch and prepares the panels; returns their number.
+template <class T>
+HWY_INLINE int StartPanels(const AttentionTask& task, PanelWork<T>* work, Panel<T>* panels) {
+  char* at = static_cast<char*>(task.scratch);
+  PanelWork<T>::layout(task.head_dim_qk, task.head_dim_v, work, panels, [&](int64_t n) HWY_ATTR {
+    T* p = reinterpret_cast<T*>(at);
+    at += RoundUp(n * static_cast<int64_t>(sizeof(T)), kAlignment);
+    return p;
+  });
+  for (int w = 0; w < kPanel<T>; w++) work->zeros[w] = T{0};
+  int n = 0;
+  for (int64_t row = 0; row < task.n_rows; row += kPanel<T>, n++) {
+    Panel<T>* panel = &panels[n];
+    panel->first_row = task.row_begin + row;
+    panel->n_rows = static_cast<int>(HWY_MIN(task.n_rows - row, static_cast<int64_t>(kPanel<T>)));
+    FindLanes(task, panel);
+    FindKeys(task, panel);
+    PackQueries(task, *work, panel);
+    StartState(task, panel);
+  }
+  return n;
+}
+
+// Writes the rows of a panel, and its state.
+template <class T>
+HWY_INLINE void StoreOut(const AttentionTask& task, const PanelWork<T>& work,
+                         const Panel<T>& panel) {
+  const Tag<T> d;
+  const PanelState<T>& state = panel.state;
+  const int64_t first = panel.first_row - task.row_begin, dim = task.head_dim_v,
+                stride = work.v_stride;
+  if (task.state_m) {
+    T* m = static_cast<T*>(task.state_m) + first;
+    T* l = static_cast<T*>(task.state_l) + first;
+    for (int w = 0; w < panel.n_rows; w++) m[w] = -state.shift[w], l[w] = state.sum[w];
+  }
+  if (!task.out) return;
+  T* factor = work.max;
+  for (int w = 0; w < kPanel<T>; w += kLanes<T>) {
+    const Vec<T> one = hn::Set(d, T{1}), sum = hn::Load(d, state.sum + w);
+    const Vec<T> inverse = hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(d)), hn::Div(one, sum));
+    hn::Store(task.unnormalised ? one : inverse, d, factor + w);
+  }
+  // Lanes that go straight to their rows; the rest through work.rows.
+  const DType dtype = task.unnormalised ? kArithmetic<T> : task.out_dtype;
+  for (int w = 0; w < panel.n_rows; w += kLanes<T>) {
+    const int n = HWY_MIN(kLanes<T>, panel.n_rows - w);
+    T* rows[kLanes<T>];
+    for (int i = 0; i < n; i++) {
+      const int64_t offset = task.unnormalised ? (first + w + i) * dim
+                                               : panel.token[w + i] * task.out_token_stride +
+                                                     panel.head[w + i] * task.out_head_stride;
+      rows[i] = static_cast<T*>(Advance(task.out, dtype, offset));
+    }
+    int64_t done = 0;
+    if (n == kLanes<T> && dtype == kArithmetic<T>) {
+      for (; done + 4 <= dim; done += 4) {
+        LanesToRows(state.out + done * kPanel<T> + w, kPanel<T>, factor + w,
+                    [&](int i) HWY_ATTR { return rows[i] + done; });
+      }
+    }
+    if (done == dim) continue;
+    T* HWY_RESTRICT natural = work.rows;  // [kLanes][stride]
+    for (int64_t x = done; x < dim; x += 4) {
+      LanesToRows(state.out + x * kPanel<T> + w, kPanel<T>, factor + w,
+                  [&](int i) HWY_ATTR { return natural + i * stride + x; });
+    }
+    for (int i = 0; i < n; i++) {
+      StoreRow(natural + i * stride + done, dtype, dim - done,
+               Advance(static_cast<void*>(rows[i]), dtype, done));
+    }
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace qkv::kernels
+HWY_AFTER_NAMESPACE();
+
+#endif  // toggle
