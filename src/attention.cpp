@@ -75,7 +75,7 @@ void check_output(const Tensor& t, const char* what, std::initializer_list<int64
   if (!t.data && t.num_elements() > 0)
     refuse(fmt::format("outputs.{} has no data, got {}", what, shape_text(t)));
   for (int a = 0; a < t.rank; ++a) {
-    if (t.stride[a] == 0 && t.shape[a] > 1) {
+    if (t.stride[a] == 0 && t.shape[a] > 1 && t.num_elements() > 0) {
       refuse(fmt::format("outputs.{} repeats elements: axis {} of {} has stride 0", what, a,
                          shape_text(t)));
     }
@@ -99,6 +99,8 @@ void check_options(const AttentionOptions& options, const Call& call) {
                          name(options.bias.dtype)));
     }
     check_scores_tensor(options.bias, call.mask_shape(), kCaller, "bias");
+    if (!options.bias.data && options.bias.num_elements() > 0)
+      refuse(fmt::format("bias has no data, got {}", shape_text(options.bias)));
   }
   if (options.scale && !std::isfinite(*options.scale))
     refuse(fmt::format("scale must be finite, got {}", *options.scale));

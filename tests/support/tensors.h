@@ -119,6 +119,29 @@ class TestTensor {
     return element(view_, offset(b, h, i, d));
   }
   std::vector<double> values() const { return test::values(view_); }
+  /// The bytes of all elements, row-major: equal only if every bit is.
+  std::vector<std::byte> bits() const {
+    std::vector<std::byte> all;
+    const int64_t bytes = size_bytes(view_.dtype);
+    for_each_offset(view_, [&](int64_t at) {
+      const std::byte* from = static_cast<const std::byte*>(view_.data) + at * bytes;
+      all.insert(all.end(), from, from + bytes);
+    });
+    return all;
+  }
+  /// True if no byte between the elements was written.
+  bool is_padding_untouched() const {
+    const int64_t bytes = size_bytes(view_.dtype);
+    std::vector<bool> is_element(num_bytes_);
+    if (num_bytes_ > 0)
+      for_each_offset(view_, [&](int64_t at) {
+        const std::byte* from = static_cast<const std::byte*>(view_.data) + at * bytes;
+        std::fill_n(is_element.begin() + (from - buffer_.data()), bytes, true);
+      });
+    for (size_t e = 0; e < num_bytes_; ++e)
+      if (!is_element[e] && buffer_.data()[e] != std::byte{0xFF}) return false;
+    return true;
+  }
 
   TestTensor& fill(double x) {
     for_each_offset(view_, [&](int64_t at) { set_element(view_, at, x); });
@@ -158,6 +181,7 @@ class TestTensor {
     return stride;
   }
 
+  size_t num_bytes_ = 0;
   GuardedBuffer buffer_;
   Tensor view_;
 };
