@@ -54,6 +54,7 @@ kernels::LinearTask whole(const ProjectionJob& job, int64_t group) {
   t.bias = p.bias();
   t.y = job.y + group * job.y_group_stride;
   t.y_stride = job.y_row_stride;
+  t.y_column = 0, t.y_block = job.y_head, t.y_block_stride = job.y_head_stride;
   t.m = job.rows, t.k = p.k(), t.n = p.n();
   return t;
 }
@@ -73,7 +74,7 @@ struct Run {
     const int64_t column = index / (d.row_blocks * job.groups) * d.block_columns;
     kernels::LinearTask t = whole(job, group);
     const int64_t row = row_block * kTaskRows;
-    t.x += row * t.x_stride, t.y += row * t.y_stride + column;
+    t.x += row * t.x_stride, t.y += row * t.y_stride, t.y_column = column;
     t.m = std::min(kTaskRows, t.m - row);
     t.packed += column * t.k;
     if (t.bias != nullptr) t.bias += column;
@@ -93,6 +94,7 @@ Projection::Projection(std::span<const float> weight, std::span<const float> bia
     : n_(n), k_(k), bias_(bias.begin(), bias.end()) {
   const kernels::KernelTable& table = kernels::active();
   columns_ = table.linear_columns;
+  block_ = table.linear_block;
   linear_ = table.linear;
   const auto bytes = static_cast<size_t>(table.packed_floats(n, k)) * sizeof(float);
   const bool is_large = static_cast<int64_t>(bytes) >= kHugePageBytes;

@@ -23,6 +23,8 @@ class Projection {
   int64_t k() const { return k_; }
   /// Columns that a task may start at: multiples of this.
   int64_t columns() const { return columns_; }
+  /// Columns of y may lie apart in blocks of a multiple of this.
+  int64_t block() const { return block_; }
   void run(const kernels::LinearTask& task) const { linear_(task); }
   const float* packed() const { return packed_.get(); }
   const float* bias() const { return bias_.empty() ? nullptr : bias_.data(); }
@@ -32,13 +34,15 @@ class Projection {
     size_t alignment;
     void operator()(float* p) const;
   };
-  int64_t n_, k_, columns_;
+  int64_t n_, k_, columns_, block_;
   void (*linear_)(const kernels::LinearTask&);
   std::vector<float> bias_;
   std::unique_ptr<float[], Free> packed_;
 };
 
-/// y[g, i, :] = x[g, i, :] w^T + bias for `groups` groups of `rows` rows. Strides in elements.
+/// y[g, i, :] = x[g, i, :] w^T + bias for `groups` groups of `rows` rows. Strides in elements. The
+/// columns of y may be cut into heads of y_head columns (a multiple of block()) that lie y_head_stride
+/// apart; y_head = 0: one piece.
 struct ProjectionJob {
   const Projection* projection;
   int64_t groups, rows;
@@ -46,6 +50,7 @@ struct ProjectionJob {
   int64_t x_group_stride, x_row_stride;
   float* y;
   int64_t y_group_stride, y_row_stride;
+  int64_t y_head = 0, y_head_stride = 0;
 };
 
 inline constexpr int kMaxProjectionJobs = 3;

@@ -74,9 +74,12 @@ struct Problem {
   void pack() { active().pack(w.data(), n, k, packed.data()); }
 
   LinearTask task() const {
-    return {
-        x.data(), x_stride, packed.data(), has_bias ? bias.data() : nullptr, y.data(), y_stride, m,
-        k,        n};
+    LinearTask t{};
+    t.x = x.data(), t.x_stride = x_stride;
+    t.packed = packed.data(), t.bias = has_bias ? bias.data() : nullptr;
+    t.y = y.data(), t.y_stride = y_stride;
+    t.m = m, t.k = k, t.n = n;
+    return t;
   }
   void run() { active().linear(task()); }
 
@@ -214,11 +217,42 @@ TEST(Linear, ColumnsDivided_SameBits) {
       const int64_t end = std::min(n, begin + panels * c);
       LinearTask part = parts.task();
       part.packed += begin * part.k;
-      part.bias += begin, part.y += begin, part.n = end - begin;
+      part.bias += begin, part.y_column = begin, part.n = end - begin;
       active().linear(part);
       begin = end;
     }
     ASSERT_EQ(std::memcmp(whole.y.data(), parts.y.data(), whole.y.span().size_bytes()), 0) << m;
+  }
+}
+
+// y cut into blocks (heads) that lie apart, in parts of the columns that begin inside a block.
+TEST(Linear, ColumnsInBlocks_SameBits) {
+  const int64_t lanes = active().linear_block, c = active().linear_columns;
+  for (int64_t block : {lanes, 3 * lanes, 4 * lanes, 5 * lanes}) {
+    for (int64_t m : {1, 2, 3, 6, 30}) {
+      for (int64_t k : {70, 1100}) {
+        const int64_t blocks = 5, n = blocks * block;
+        const Problem whole(m, k, n);
+        active().linear(whole.task());
+        for (const int64_t columns : {n, c, 2 * c}) {
+          Floats y(blocks * m * block, kUntouched);
+          for (int64_t begin = 0; begin < n; begin += columns) {
+            LinearTask part = whole.task();
+            part.packed += begin * k, part.bias += begin, part.n = std::min(columns, n - begin);
+            part.y = y.data(), part.y_stride = block, part.y_column = begin;
+            part.y_block = block, part.y_block_stride = m * block;
+            active().linear(part);
+          }
+          for (int64_t i = 0; i < m; ++i) {
+            for (int64_t j = 0; j < n; ++j) {
+              ASSERT_EQ(y[j / block * m * block + i * block + j % block], whole.at(i, j))
+                  << "block " << block << " m " << m << " k " << k << " row " << i << " column "
+                  << j;
+            }
+          }
+        }
+      }
+    }
   }
 }
 

@@ -49,8 +49,12 @@ class Backwards final : public qkv::Executor {
 std::vector<float> row_by_row(const Projection& p, const std::vector<float>& x) {
   std::vector<float> y(x.size() / static_cast<size_t>(p.k()) * static_cast<size_t>(p.n()));
   for (size_t i = 0; i < x.size() / static_cast<size_t>(p.k()); ++i) {
-    p.run({x.data() + i * static_cast<size_t>(p.k()), p.k(), p.packed(), p.bias(),
-           y.data() + i * static_cast<size_t>(p.n()), p.n(), 1, p.k(), p.n()});
+    qkv::kernels::LinearTask t{};
+    t.x = x.data() + i * static_cast<size_t>(p.k()), t.x_stride = p.k();
+    t.packed = p.packed(), t.bias = p.bias();
+    t.y = y.data() + i * static_cast<size_t>(p.n()), t.y_stride = p.n();
+    t.m = 1, t.k = p.k(), t.n = p.n();
+    p.run(t);
   }
   return y;
 }
@@ -94,6 +98,27 @@ TEST(Projection, GroupsWithGaps_SameBitsAsRowByRow) {
       const float* row = &y[static_cast<size_t>(i / rows * y_group + i % rows * y_row)];
       ASSERT_EQ(std::memcmp(row, &want[static_cast<size_t>(i * n)], sizeof(float) * n), 0) << i;
       EXPECT_EQ(row[n], -7) << "written past the row";
+    }
+  }
+}
+
+TEST(Projection, HeadsApart_SameBitsAsRowByRow) {
+  const int64_t rows = 150, heads = 9, k = 60;
+  const Projection probe = make(1, 1);
+  const int64_t head = 4 * probe.block(), n = heads * head;
+  const Projection p = make(n, k);
+  const std::vector<float> x = normal(static_cast<size_t>(rows * k), 11);
+  const std::vector<float> want = row_by_row(p, x);
+  for (int threads : {1, 8}) {
+    std::vector<float> y(want.size());
+    Backwards executor;
+    const ProjectionJob job{&p, 1, rows, x.data(), 0, k, y.data(), 0, head, head, rows * head};
+    qkv::project({&job, 1}, threads, &executor);
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t j = 0; j < n; ++j) {
+        ASSERT_EQ(y[static_cast<size_t>(j / head * rows * head + i * head + j % head)],
+                  want[static_cast<size_t>(i * n + j)]);
+      }
     }
   }
 }

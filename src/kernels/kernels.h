@@ -107,16 +107,20 @@ struct AttentionTask {
 inline constexpr int64_t kAlignment = 128;
 
 /// y[m, n] = x[m, k] w^T + bias, w packed by pack. Any extent may be 0 (k = 0 leaves the bias). y
-/// overlaps nothing. A part of the columns is a task of its own: packed + column * k, bias +
-/// column, y + column, for a column that is a multiple of linear_columns. How rows and columns are
-/// divided into tasks never changes a bit: a sum depends on k alone.
+/// overlaps nothing.
+/// y may be cut into blocks of columns that lie apart (heads): with c = y_column + j, column j of row i
+/// is at y + i * y_stride + c / y_block * y_block_stride + c % y_block. y_block is a multiple of
+/// linear_block, or 0: one block.
+/// A part of the columns is a task of its own: packed + column * k, bias + column, y_column + column,
+/// for a column that is a multiple of linear_columns. How rows and columns are divided into tasks
+/// never changes a bit: a sum depends on k alone.
 struct LinearTask {
   const float* x;
   int64_t x_stride;
   const float* packed;  // aligned to a vector (kAlignment is enough)
   const float* bias;    // [n] or nullptr
   float* y;
-  int64_t y_stride;
+  int64_t y_stride, y_column, y_block, y_block_stride;
   int64_t m, k, n;
 };
 
@@ -137,8 +141,9 @@ struct KernelTable {
   void (*decode[2])(const AttentionTask&);
   void (*decode_weights[2])(const AttentionTask&);
   int64_t (*decode_scratch_bytes[2])(int64_t head_dim_qk, int64_t head_dim_v);
-  // Projections. linear_columns: columns of a panel of packed weights.
-  int64_t linear_columns;
+  // Projections. linear_columns: columns of a panel of packed weights. linear_block: y_block is a
+  // multiple of it.
+  int64_t linear_columns, linear_block;
   void (*linear)(const LinearTask&);
   void (*pack)(const float* w, int64_t n, int64_t k, float* packed);  // w row-major [n, k]
   int64_t (*packed_floats)(int64_t n, int64_t k);

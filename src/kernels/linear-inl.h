@@ -54,6 +54,9 @@ inline constexpr int64_t kLinearPrefetchBytes = 1 << 20;
 // with 8 to 16 KB.
 inline constexpr int64_t kLinearStreamAhead = 2048;
 
+// Most vectors of columns that a tile of rows has: the panels that few rows take side by side.
+inline constexpr int kLinearMaxVectors = 4 * kLinearVectors;
+
 /// A tile of rows on one panel (or some panels side by side) and one chunk of k.
 struct LinearStrip {
   const float* x;
@@ -61,51 +64,67 @@ struct LinearStrip {
   const float* w;
   int64_t panel_floats;  // from one panel to the next
   int64_t k;
-  const float*
-      add;  // what is added to the sums: the bias (stride 0) or what y holds of the earlier chunks
+  // What is added to the sums: the bias (stride 0), or what y holds of the earlier chunks.
+  const float* add;
   int64_t add_stride;
   float* y;
   int64_t y_stride;
-  const float*
-      ahead[2];  // two streams of cache lines to ask for, and how far they advance per step of k
+  int64_t add_at[kLinearMaxVectors];  // where each vector of columns lies in a row
+  int64_t y_at[kLinearMaxVectors];
+  // Two streams of cache lines to ask for, and how far they advance per step of k.
+  const float* ahead[2];
   int64_t ahead_step;
+
+  HWY_INLINE void next_rows(int64_t rows) {
+    x += rows * x_stride;
+    add += rows * add_stride;
+    y += rows * y_stride;
+  }
+};
+
+// Adds what was there before and stores: the epilogue of a tile of kVectors vectors.
+template <int kVectors>
+struct LinearStore {
+  const float* add[kVectors];
+  float* y[kVectors];
+  int64_t add_stride, y_stride;
+
+  HWY_INLINE explicit LinearStore(const LinearStrip& s)
+      : add_stride(s.add_stride), y_stride(s.y_stride) {
+    Each<kVectors>([&](auto j) HWY_ATTR {
+      add[j] = s.add + s.add_at[j];
+      y[j] = s.y + s.y_at[j];
+    });
+  }
+  HWY_INLINE void operator()(int i, int j, Vec<float> sum) const {
+    const Tag<float> d;
+    hn::StoreU(hn::Add(sum, hn::LoadU(d, add[j] + i * add_stride)), d, y[j] + i * y_stride);
+  }
 };
 
 template <int kRows, int kVectors>
 HWY_NOINLINE void LinearRows(const LinearStrip& s) {
   const Tag<float> d;
-  const float* add = s.add;
-  float* y = s.y;
-  const int64_t add_stride = s.add_stride, y_stride = s.y_stride;
   Tile<float, kRows, kVectors, true>(
       s.x, static_cast<size_t>(s.x_stride), s.w, kVectors * kLanes<float>, static_cast<size_t>(s.k),
-      [&](auto, auto) HWY_ATTR { return hn::Zero(d); },
-      [&](auto i, auto j, Vec<float> sum) HWY_ATTR {
-        const Vec<float> before = hn::LoadU(d, add + i * add_stride + j * kLanes<float>);
-        hn::StoreU(hn::Add(sum, before), d, y + i * y_stride + j * kLanes<float>);
-      });
+      [&](auto, auto) HWY_ATTR { return hn::Zero(d); }, LinearStore<kVectors>(s));
 }
 
 // The same with cache lines asked for on the way.
 template <int kRows>
 HWY_NOINLINE void LinearRowsAhead(const LinearStrip& s) {
   const Tag<float> d;
-  const float* add = s.add;
-  float* y = s.y;
-  const int64_t add_stride = s.add_stride, y_stride = s.y_stride, step = s.ahead_step;
+  const int64_t step = s.ahead_step;
   const float* ahead0 = s.ahead[0];
   const float* ahead1 = s.ahead[1];
+  const LinearStore<kLinearVectors> store(s);
   Each<kRows>([&](auto i) HWY_ATTR {
-    hwy::Prefetch(y + i * y_stride);
-    hwy::Prefetch(y + i * y_stride + kLinearColumns - 1);
+    hwy::Prefetch(store.y[0] + i * s.y_stride);
+    hwy::Prefetch(store.y[kLinearVectors - 1] + i * s.y_stride);
   });
   Tile<float, kRows, kLinearVectors, true>(
       s.x, static_cast<size_t>(s.x_stride), s.w, static_cast<size_t>(kLinearColumns),
-      static_cast<size_t>(s.k), [&](auto, auto) HWY_ATTR { return hn::Zero(d); },
-      [&](auto i, auto j, Vec<float> sum) HWY_ATTR {
-        const Vec<float> before = hn::LoadU(d, add + i * add_stride + j * kLanes<float>);
-        hn::StoreU(hn::Add(sum, before), d, y + i * y_stride + j * kLanes<float>);
-      },
+      static_cast<size_t>(s.k), [&](auto, auto) HWY_ATTR { return hn::Zero(d); }, store,
       [&]() HWY_ATTR {
         hwy::Prefetch(ahead0);
         hwy::Prefetch(ahead1);
@@ -143,9 +162,9 @@ HWY_NOINLINE void LinearWide(const LinearStrip& s) {
   Each<kRows>([&](auto i) HWY_ATTR {
     Each<kPanels>([&](auto p) HWY_ATTR {
       Each<kLinearVectors>([&](auto j) HWY_ATTR {
-        const int64_t column = p * kLinearColumns + j * kLanes<float>;
-        const Vec<float> before = hn::LoadU(d, s.add + i * s.add_stride + column);
-        hn::StoreU(hn::Add(acc[i][p][j], before), d, s.y + i * s.y_stride + column);
+        constexpr int kVector = p * kLinearVectors + j;
+        const Vec<float> before = hn::LoadU(d, s.add + i * s.add_stride + s.add_at[kVector]);
+        hn::StoreU(hn::Add(acc[i][p][j], before), d, s.y + i * s.y_stride + s.y_at[kVector]);
       });
     });
   });
@@ -185,9 +204,16 @@ HWY_INLINE LinearPlan MakeLinearPlan(const LinearTask& task) {
   return plan;
 }
 
-// Rows [row, row + rows) on panel `panel` (or `wide` panels from there) and the chunk of k from k0.
+// Where column `column` of the task lies in a row of y.
+HWY_INLINE int64_t LinearColumnAt(const LinearTask& t, int64_t column) {
+  const int64_t c = t.y_column + column;
+  return t.y_block == 0 ? c : c / t.y_block * t.y_block_stride + c % t.y_block;
+}
+
+// Rows from `row` on panel `panel` (and those to the right of it, `vectors` vectors in all) and the
+// chunk of k from k0.
 HWY_INLINE LinearStrip MakeLinearStrip(const LinearPlan& plan, const float* bias, int64_t row,
-                                       int64_t panel, int64_t k0) {
+                                       int64_t panel, int vectors, int64_t k0) {
   const LinearTask& t = plan.task;
   LinearStrip s;
   s.x = t.x + row * t.x_stride + k0;
@@ -195,48 +221,60 @@ HWY_INLINE LinearStrip MakeLinearStrip(const LinearPlan& plan, const float* bias
   s.w = t.packed + panel * kLinearColumns * t.k + k0 * kLinearColumns;
   s.panel_floats = t.k * kLinearColumns;
   s.k = t.k - k0 < plan.chunk ? t.k - k0 : plan.chunk;
-  s.y = t.y + row * t.y_stride + panel * kLinearColumns;
+  s.y = t.y + row * t.y_stride;
   s.y_stride = t.y_stride;
   s.add = k0 == 0 ? bias : s.y;
   s.add_stride = k0 == 0 ? 0 : t.y_stride;
+  for (int v = 0; v < vectors; ++v) {
+    s.y_at[v] = LinearColumnAt(t, panel * kLinearColumns + v * kLanes<float>);
+    s.add_at[v] = k0 == 0 ? v * kLanes<float> : s.y_at[v];
+  }
   s.ahead[0] = s.ahead[1] = s.w;
   s.ahead_step = 0;
   return s;
 }
 
-// The panel that is not full: through a tile of our own, so that nothing is read or written past
-// the columns that exist.
+// The panel that is not full: through a tile of our own unless it is whole vectors, so that nothing
+// is read or written past the columns that exist.
 HWY_NOINLINE void LinearEdge(const LinearPlan& plan, int64_t row, int64_t rows, int64_t k0) {
   const LinearTask& t = plan.task;
   HWY_ALIGN float tile[kLinearRows * kLinearColumns];
   HWY_ALIGN float bias[kLinearColumns] = {};
   const int64_t width = plan.edge_width, columns = plan.edge_columns;
+  const int64_t first = plan.panels * kLinearColumns;
+  const int vectors = static_cast<int>(width / kLanes<float>);
+  const bool is_partial = columns < width;
   if (t.bias != nullptr) {
-    for (int64_t j = 0; j < columns; ++j) bias[j] = t.bias[plan.panels * kLinearColumns + j];
+    for (int64_t j = 0; j < columns; ++j) bias[j] = t.bias[first + j];
   }
-  LinearStrip s = MakeLinearStrip(plan, bias, row, plan.panels, k0);
-  s.w = t.packed + plan.panels * kLinearColumns * t.k + k0 * width;
-  float* y = s.y;
-  if (k0 > 0) {
-    for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t j = 0; j < width; ++j) {
-        tile[i * width + j] = j < columns ? y[i * t.y_stride + j] : 0.0f;
+  LinearStrip s = MakeLinearStrip(plan, bias, row, plan.panels, is_partial ? 0 : vectors, k0);
+  s.w = t.packed + first * t.k + k0 * width;
+  float* y[kLinearColumns];
+  if (is_partial) {
+    for (int64_t j = 0; j < columns; ++j) y[j] = s.y + LinearColumnAt(t, first + j);
+    if (k0 > 0) {
+      for (int64_t i = 0; i < rows; ++i) {
+        for (int64_t j = 0; j < width; ++j) {
+          tile[i * width + j] = j < columns ? y[j][i * t.y_stride] : 0.0f;
+        }
       }
+      s.add = tile;
+      s.add_stride = width;
     }
-    s.add = tile;
-    s.add_stride = width;
+    s.y = tile;
+    s.y_stride = width;
+    for (int v = 0; v < vectors; ++v) s.add_at[v] = s.y_at[v] = v * kLanes<float>;
   }
-  s.y = tile;
-  s.y_stride = width;
   WithRows(rows, [&](auto r) HWY_ATTR {
-    if (width == kLinearColumns) {
+    if (vectors == kLinearVectors) {
       LinearRows<r, kLinearVectors>(s);
     } else {
       LinearRows<r, 1>(s);
     }
   });
+  if (!is_partial) return;
   for (int64_t i = 0; i < rows; ++i) {
-    for (int64_t j = 0; j < columns; ++j) y[i * t.y_stride + j] = tile[i * width + j];
+    for (int64_t j = 0; j < columns; ++j) y[j][i * t.y_stride] = tile[i * width + j];
   }
 }
 
@@ -257,7 +295,7 @@ HWY_INLINE void LinearOneTile(const LinearPlan& plan) {
   for (; panel + kPanels <= plan.panels; panel += kPanels) {
     const float* bias = t.bias == nullptr ? zeros : t.bias + panel * kLinearColumns;
     for (int64_t k0 = 0; k0 < t.k; k0 += plan.chunk) {
-      LinearStrip s = MakeLinearStrip(plan, bias, 0, panel, k0);
+      LinearStrip s = MakeLinearStrip(plan, bias, 0, panel, kPanels * kLinearVectors, k0);
       if constexpr (kPanels > 1) {
         LinearWide<kRows, kPanels>(s);
       } else {
@@ -271,7 +309,7 @@ HWY_INLINE void LinearOneTile(const LinearPlan& plan) {
   for (; panel < plan.panels; ++panel) {
     const float* bias = t.bias == nullptr ? zeros : t.bias + panel * kLinearColumns;
     for (int64_t k0 = 0; k0 < t.k; k0 += plan.chunk) {
-      LinearRows<kRows, kLinearVectors>(MakeLinearStrip(plan, bias, 0, panel, k0));
+      LinearRows<kRows, kLinearVectors>(MakeLinearStrip(plan, bias, 0, panel, kLinearVectors, k0));
     }
   }
   if (plan.edge_columns > 0) {
@@ -293,25 +331,23 @@ HWY_INLINE void LinearBlock(const LinearPlan& plan, int64_t begin, int64_t end) 
   for (int64_t k0 = 0; k0 < t.k; k0 += plan.chunk) {
     for (int64_t panel = 0; panel < plan.panels; ++panel) {
       const float* bias = t.bias == nullptr ? zeros : t.bias + panel * kLinearColumns;
-      int64_t row = begin;
+      LinearStrip s = MakeLinearStrip(plan, bias, begin, panel, kLinearVectors, k0);
+      const float* next = panel + 1 < plan.panels ? s.w + s.panel_floats
+                          : k0 + s.k < t.k        ? t.packed + (k0 + s.k) * kLinearColumns
+                                                  : s.w;
+      const int64_t share = 2 * step * s.k;
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t rows = height + (tile < taller ? 1 : 0);
-        LinearStrip s = MakeLinearStrip(plan, bias, row, panel, k0);
         if (ahead) {
-          const int64_t share = 2 * step * s.k;
-          const float* next = panel + 1 < plan.panels ? s.w + s.panel_floats
-                              : k0 + plan.chunk < t.k ? t.packed + (k0 + s.k) * kLinearColumns
-                                                      : s.w;
-          if (share * tile < s.k * kLinearColumns) {
-            s.ahead[0] = next + share * tile;
-            s.ahead[1] = s.ahead[0] + step * s.k;
-            s.ahead_step = step;
-          }
+          const bool is_all_asked = share * tile >= s.k * kLinearColumns;
+          s.ahead[0] = is_all_asked ? next : next + share * tile;
+          s.ahead[1] = s.ahead[0] + step * s.k;
+          s.ahead_step = is_all_asked ? 0 : step;
           WithRows(rows, [&](auto r) HWY_ATTR { LinearRowsAhead<r>(s); });
         } else {
           WithRows(rows, [&](auto r) HWY_ATTR { LinearRows<r, kLinearVectors>(s); });
         }
-        row += rows;
+        s.next_rows(rows);
       }
     }
     if (plan.edge_columns > 0) {
@@ -329,7 +365,7 @@ HWY_INLINE void LinearBlock(const LinearPlan& plan, int64_t begin, int64_t end) 
 HWY_INLINE void LinearEmpty(const LinearTask& t) {
   for (int64_t i = 0; i < t.m; ++i) {
     for (int64_t j = 0; j < t.n; ++j) {
-      t.y[i * t.y_stride + j] = t.bias == nullptr ? 0.0f : t.bias[j];
+      t.y[i * t.y_stride + LinearColumnAt(t, j)] = t.bias == nullptr ? 0.0f : t.bias[j];
     }
   }
 }
