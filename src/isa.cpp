@@ -3,6 +3,8 @@
 // dispatch reads; forcing a set narrows the list of targets that Highway believes the CPU to have.
 #include "isa.h"
 
+#include <pthread.h>
+
 #include <cstdlib>
 #include <iterator>
 #include <mutex>
@@ -29,15 +31,20 @@ constexpr Row kRows[] = {
     {"avx512", HWY_AVX3 | HWY_AVX3_DL},
 };
 
-std::mutex mutex;
-Choice choice;  // guarded by mutex
+std::mutex mutex;  // guards what follows
+Choice choice;
+int64_t detected = 0;  // what Highway finds before anything is forced; 0: not asked yet
+
+// A child after fork() must not find the mutex held by a thread that it does not have.
+[[maybe_unused]] const int at_fork =
+    pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
 
 // Lower bits are better targets in Highway.
 int64_t best_of(int64_t targets) { return targets & -targets; }
 
 // What the kernels are compiled for and this machine runs, whatever is forced now.
 int64_t runnable() {
-  static const int64_t detected = hwy::SupportedTargets();
+  if (detected == 0) detected = hwy::SupportedTargets();
   return (detected & HWY_TARGETS) | HWY_STATIC_TARGET;
 }
 
@@ -46,6 +53,14 @@ std::string_view name_of(int64_t target) {
     if (kRows[i].targets & target) return kRows[i].name;
   }
   return kRows[0].name;
+}
+
+std::vector<std::string> runnable_names() {
+  std::vector<std::string> names;
+  for (const Row& row : kRows) {
+    if (row.targets & runnable()) names.emplace_back(row.name);
+  }
+  return names;
 }
 
 std::string join(const std::vector<std::string>& words) {
@@ -60,7 +75,7 @@ int64_t targets_of(std::string_view name, std::string_view who) {
     if (row.name == name) {
       if (const int64_t targets = row.targets & runnable()) return targets;
       throw Error(std::string(who) + ": " + std::string(kCannotRun) + std::string(name) +
-                  ", it runs " + join(available()));
+                  ", it runs " + join(runnable_names()));
     }
     known.emplace_back(row.name);
   }
@@ -68,7 +83,7 @@ int64_t targets_of(std::string_view name, std::string_view who) {
               "\", expected one of " + join(known));
 }
 
-// Under the mutex. `who` is the environment variable or the function that asked.
+// `who` is the environment variable or the function that asked.
 void choose(std::string_view name, const char* who) {
   const bool is_auto = name == "auto";
   const int64_t targets = is_auto ? runnable() : targets_of(name, who);
@@ -100,11 +115,8 @@ Choice current() {
 }
 
 std::vector<std::string> available() {
-  std::vector<std::string> names;
-  for (const Row& row : kRows) {
-    if (row.targets & runnable()) names.emplace_back(row.name);
-  }
-  return names;
+  const std::lock_guard lock(mutex);
+  return runnable_names();
 }
 
 }  // namespace qkv::isa

@@ -16,6 +16,7 @@ namespace qkv {
 namespace {
 
 std::atomic<int> forced_threads{0};  // 0: not forced
+std::atomic<int> usual_threads{0};   // 0: not known yet. No lock: a child after fork() may need it
 
 int threads_from_environment() {
   const char* text = std::getenv("QKV_NUM_THREADS");
@@ -36,8 +37,10 @@ Executor& default_executor() { return ThreadPool::instance(); }
 
 int default_num_threads() {
   if (const int n = forced_threads.load(std::memory_order_relaxed)) return n;
-  static const int from_environment = threads_from_environment();
-  return from_environment;
+  if (const int n = usual_threads.load(std::memory_order_relaxed)) return n;
+  const int n = threads_from_environment();
+  usual_threads.store(n, std::memory_order_relaxed);
+  return n;
 }
 
 void set_num_threads(int n) {

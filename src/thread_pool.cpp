@@ -245,24 +245,29 @@ void ThreadPool::forget_threads() {
   }
 }
 
-ThreadPool& ThreadPool::instance() {
-  // Never destroyed, so that destructors of the application's static objects may still call run().
-  static std::atomic<ThreadPool*> shared{nullptr};
-  static ThreadPool* const pool = [] {
-    shared.store(new ThreadPool, std::memory_order_release);
-    pthread_atfork([] { shared.load(std::memory_order_acquire)->mutex_.lock(); },
-                   [] { shared.load(std::memory_order_acquire)->mutex_.unlock(); },
-                   [] {
-                     ThreadPool* mine = shared.load(std::memory_order_acquire);
-                     mine->forget_threads();
-                     mine->mutex_.unlock();
-                   });
-    return shared.load(std::memory_order_relaxed);
-  }();
-  static const struct Joiner {
-    ~Joiner() { pool->stop(); }
-  } joiner;
-  return *pool;
+// The process's pool. Made by the compiler, so that no call and no fork() can meet it half made,
+// and never destroyed, so that destructors of the application's static objects may still call
+// run().
+union ThreadPool::Process {
+  constexpr Process() : pool() {}
+  ~Process() {}
+  ThreadPool pool;
+};
+constinit ThreadPool::Process ThreadPool::process;
+
+// Registered when the library is loaded; the workers are joined when it is unloaded or at exit.
+const ThreadPool::AtForkAndExit ThreadPool::at_fork_and_exit;
+
+ThreadPool::AtForkAndExit::AtForkAndExit() {
+  pthread_atfork([] { process.pool.mutex_.lock(); }, [] { process.pool.mutex_.unlock(); },
+                 [] {
+                   process.pool.forget_threads();
+                   process.pool.mutex_.unlock();
+                 });
 }
+
+ThreadPool::AtForkAndExit::~AtForkAndExit() { process.pool.stop(); }
+
+ThreadPool& ThreadPool::instance() { return process.pool; }
 
 }  // namespace qkv

@@ -24,7 +24,7 @@ class ThreadPool final : public Executor {
   /// A child after fork() starts workers of its own.
   static ThreadPool& instance();
 
-  ThreadPool() = default;
+  constexpr ThreadPool() = default;
   ~ThreadPool() override { stop(); }
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -70,6 +70,13 @@ class ThreadPool final : public Executor {
     int64_t chunk = 0;  // tasks_per_ticket
     uint64_t fp_control = 0;
   };
+
+  union Process;
+  static Process process;
+  static const struct AtForkAndExit {
+    AtForkAndExit();
+    ~AtForkAndExit();
+  } at_fork_and_exit;
 
   Job* claim_job();
   void grow(int num_workers);

@@ -16,6 +16,8 @@
 #include <vector>
 
 #include "qkv/runtime.h"
+#include "support/process.h"
+#include "support/sanitizer.h"
 #include "thread_pool.h"
 
 namespace qkv {
@@ -115,7 +117,7 @@ TEST(Stress, ManyCallersInEveryWay_NothingLostNothingHangs) {
 
   std::mt19937 random(7);
   int children = 0;
-  while (Clock::now() < end) {
+  while (!test::kSanitizedAllocator && Clock::now() < end) {
     const pid_t child = fork();
     if (child == 0) {
       alarm(60);
@@ -136,6 +138,54 @@ TEST(Stress, ManyCallersInEveryWay_NothingLostNothingHangs) {
   RecordProperty("regions", std::to_string(regions));
   RecordProperty("children", children);
   std::printf("%lld regions, %d children\n", static_cast<long long>(regions.load()), children);
+}
+
+// The first use of everything in several threads, and fork() in the midst of it: a lock or a
+// guarded static that is held at that moment stays held in the child for ever. Each try needs a new
+// process.
+TEST(Stress, ForkDuringFirstUse_ChildWorks) {
+  if (test::kSanitizedAllocator)
+    GTEST_SKIP() << "the sanitizer's allocator does not survive fork()";
+  const char* delay = std::getenv("QKV_STRESS_FORK_AFTER_NS");
+  if (delay == nullptr) {
+    for (int i = 0; i < 100; i++) {
+      const auto child =
+          test::run_process("QKV_STRESS_FORK_AFTER_NS=" + std::to_string(i % 50 * 1000) + " " +
+                            test::this_program() + " --gtest_filter=Stress.ForkDuringFirstUse*");
+      ASSERT_EQ(child.exit_code, 0) << "try " << i << ": " << child.output;
+    }
+    return;
+  }
+  std::atomic<int> ready{0};
+  const auto first_use = [] {
+    Region region(&default_executor(), 10, 0, 10);
+    default_executor().run(10, default_num_threads() + 2, Region::task, &region);
+    return info().num_threads >= 1;
+  };
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 3; i++) {
+    callers.emplace_back([&] {
+      ready++;
+      while (ready < 4) {
+      }
+      first_use();
+    });
+  }
+  while (ready < 3) {
+  }
+  ready++;
+  const auto start = Clock::now();
+  while (Clock::now() - start < std::chrono::nanoseconds(std::atoi(delay))) {
+  }
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    _exit(first_use() ? 0 : 1);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
+  for (std::thread& caller : callers) caller.join();
 }
 
 }  // namespace
