@@ -3,162 +3,30 @@
 // Nothing is written before all checks have passed.
 #include "qkv/attention.h"
 
-#include <fmt/format.h>
-
-#include <cmath>
-#include <vector>
-
 #include "call.h"
-#include "element.h"
+#include "check.h"
 
 namespace qkv {
-namespace {
-
-constexpr const char* kCaller = "attention";
-
-[[noreturn]] void refuse(const std::string& text) {
-  throw Error(fmt::format("{}: {}", kCaller, text));
-}
-
-void check_layout(const ConstTensor& t, const char* what) {
-  if (t.rank > 0 && t.shape[t.rank - 1] > 1 && t.stride[t.rank - 1] != 1) {
-    refuse(fmt::format("the last axis of {} must be contiguous, got stride {} for {}", what,
-                       t.stride[t.rank - 1], shape_text(t)));
-  }
-  if (!t.data && t.num_elements() > 0)
-    refuse(fmt::format("{} has no data, got {}", what, shape_text(t)));
-}
-
-void check_inputs(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v) {
-  const auto both = [&] {
-    return fmt::format("got q {}, k {} and v {}", shape_text(q), shape_text(k), shape_text(v));
-  };
-  if (q.rank != 4 || k.rank != 4 || v.rank != 4) {
-    refuse(fmt::format("q, k and v need 4 axes [batch, heads, tokens, dim], {}", both()));
-  }
-  if (q.shape[0] != k.shape[0] || q.shape[0] != v.shape[0])
-    refuse(fmt::format("batch differs, {}", both()));
-  if (k.shape[1] != v.shape[1]) refuse(fmt::format("num_kv_heads of k and v differ, {}", both()));
-  if (k.shape[1] == 0 ? q.shape[1] != 0 : q.shape[1] % k.shape[1] != 0) {
-    refuse(fmt::format("num_heads {} is not a multiple of num_kv_heads {}, got q {} and k {}",
-                       q.shape[1], k.shape[1], shape_text(q), shape_text(k)));
-  }
-  if (k.shape[2] != v.shape[2]) refuse(fmt::format("n_kv of k and v differ, {}", both()));
-  if (q.shape[3] != k.shape[3]) refuse(fmt::format("head_dim_qk of q and k differ, {}", both()));
-  const auto types = [&] {
-    return fmt::format("got q {}, k {} and v {}", name(q.dtype), name(k.dtype), name(v.dtype));
-  };
-  for (const ConstTensor* t : {&q, &k, &v}) {
-    if (!info(t->dtype).is_float)
-      refuse(fmt::format("element types f32, f64, bf16 and f16 are known, {}", types()));
-  }
-  if (k.dtype != v.dtype || (q.dtype == DType::f64) != (k.dtype == DType::f64)) {
-    refuse(
-        fmt::format("k and v must have one element type, and f64 goes with f64 only, {}", types()));
-  }
-  check_layout(q, "q");
-  check_layout(k, "k");
-  check_layout(v, "v");
-}
-
-void check_output(const Tensor& t, const char* what, std::initializer_list<int64_t> shape,
-                  DType dtype) {
-  const ConstTensor expected(static_cast<const void*>(nullptr), dtype,
-                             std::span<const int64_t>(shape.begin(), shape.size()));
-  bool same = t.rank == expected.rank;
-  for (int a = 0; same && a < t.rank; ++a) same = t.shape[a] == expected.shape[a];
-  if (!same)
-    refuse(fmt::format("outputs.{} needs shape {}, got {}", what, shape_text(expected),
-                       shape_text(t)));
-  if (t.dtype != dtype)
-    refuse(fmt::format("outputs.{} must be {}, got {}", what, name(dtype), name(t.dtype)));
-  if (!t.data && t.num_elements() > 0)
-    refuse(fmt::format("outputs.{} has no data, got {}", what, shape_text(t)));
-  for (int a = 0; a < t.rank; ++a) {
-    if (t.stride[a] == 0 && t.shape[a] > 1 && t.num_elements() > 0) {
-      refuse(fmt::format("outputs.{} repeats elements: axis {} of {} has stride 0", what, a,
-                         shape_text(t)));
-    }
-  }
-}
-
-void check_per_head(const ConstTensor& t, const char* what, int64_t num_heads) {
-  if (!t) return;
-  if (t.rank != 1 || t.shape[0] != num_heads || !info(t.dtype).is_float ||
-      (!t.data && num_heads > 0)) {
-    refuse(fmt::format("{} needs one floating-point number per head, [{}], got {} {}", what,
-                       num_heads, name(t.dtype), shape_text(t)));
-  }
-}
-
-void check_options(const AttentionOptions& options, const Call& call) {
-  options.mask.check(call.mask_shape(), kCaller);
-  if (options.bias) {
-    if (!info(options.bias.dtype).is_float) {
-      refuse(fmt::format("bias must be floating point (a boolean mask goes into mask), got {}",
-                         name(options.bias.dtype)));
-    }
-    check_scores_tensor(options.bias, call.mask_shape(), kCaller, "bias");
-    if (!options.bias.data && options.bias.num_elements() > 0)
-      refuse(fmt::format("bias has no data, got {}", shape_text(options.bias)));
-  }
-  if (options.scale && !std::isfinite(*options.scale))
-    refuse(fmt::format("scale must be finite, got {}", *options.scale));
-  if (!(options.softcap >= 0) || std::isinf(options.softcap)) {
-    refuse(fmt::format("softcap must be 0 (none) or positive and finite, got {}", options.softcap));
-  }
-  if (!(options.dropout >= 0 && options.dropout <= 1)) {
-    refuse(fmt::format("dropout must lie in [0, 1], got {}", options.dropout));
-  }
-  if (options.num_threads < 0)
-    refuse(fmt::format("num_threads must not be negative, got {}", options.num_threads));
-  check_per_head(options.sinks, "sinks", call.num_heads);
-  check_per_head(options.alibi_slopes, "alibi_slopes", call.num_heads);
-}
-
-// A per-head option as doubles, or nullptr.
-const double* per_head(const ConstTensor& t, std::vector<double>* storage) {
-  if (!t) return nullptr;
-  storage->resize(static_cast<size_t>(t.shape[0]));
-  for (int64_t h = 0; h < t.shape[0]; ++h)
-    (*storage)[static_cast<size_t>(h)] = element(t, h * t.stride[0]);
-  return storage->data();
-}
-
-}  // namespace
 
 void attention(ConstTensor q, ConstTensor k, ConstTensor v, const AttentionOutputs& outputs,
                const AttentionOptions& options) {
-  check_inputs(q, k, v);
-  Call call{};
-  call.arithmetic = q.dtype == DType::f64 ? 1 : 0;
-  call.batch = q.shape[0], call.num_heads = q.shape[1], call.num_kv_heads = k.shape[1];
-  call.group_size = call.num_kv_heads ? call.num_heads / call.num_kv_heads : 1;
-  call.n_q = q.shape[2], call.n_kv = k.shape[2];
-  call.head_dim_qk = q.shape[3], call.head_dim_v = v.shape[3];
-  call.q = q, call.k = k, call.v = v;
+  const Check check("attention");
+  Call call = check.call(q, k, v, options);
   call.out = outputs.out, call.lse = outputs.lse, call.weights = outputs.weights;
-  call.options = &options;
-  check_options(options, call);
   const DType arithmetic = call.arithmetic ? DType::f64 : DType::f32;
   if (outputs.out) {
-    check_output(outputs.out, "out", {call.batch, call.num_heads, call.n_q, call.head_dim_v},
-                 q.dtype);
-    check_layout(outputs.out, "outputs.out");
+    check.output(outputs.out, "outputs.out",
+                 {call.batch, call.num_heads, call.n_q, call.head_dim_v}, q.dtype);
+    check.layout(outputs.out, "outputs.out");
   }
-  if (outputs.lse)
-    check_output(outputs.lse, "lse", {call.batch, call.num_heads, call.n_q}, arithmetic);
+  if (outputs.lse) {
+    check.output(outputs.lse, "outputs.lse", {call.batch, call.num_heads, call.n_q}, arithmetic);
+  }
   if (outputs.weights) {
-    check_output(outputs.weights, "weights", {call.batch, call.num_heads, call.n_q, call.n_kv},
-                 arithmetic);
-    check_layout(outputs.weights, "outputs.weights");
+    check.output(outputs.weights, "outputs.weights",
+                 {call.batch, call.num_heads, call.n_q, call.n_kv}, arithmetic);
+    check.layout(outputs.weights, "outputs.weights");
   }
-  const double dim = static_cast<double>(call.head_dim_qk);
-  call.scale = options.scale ? *options.scale : call.head_dim_qk ? 1.0 / std::sqrt(dim) : 1.0;
-  thread_local std::vector<double> sinks, slopes;
-  call.sinks = per_head(options.sinks, &sinks);
-  call.alibi_slopes = per_head(options.alibi_slopes, &slopes);
-  call.kernels = &kernels::active();
   run(call);
 }
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "call.h"
+#include "task.h"
 
 namespace qkv {
 
@@ -36,13 +37,6 @@ using kernels::AttentionTask;
 
 int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-void* element_pointer(const Tensor& t, int64_t offset) {
-  return static_cast<char*>(t.data) + offset * size_bytes(t.dtype);
-}
-const void* element_pointer(const ConstTensor& t, int64_t offset) {
-  return static_cast<const char*>(t.data) + offset * size_bytes(t.dtype);
-}
-
 // One call, cut into blocks of rows of one (batch, KV head), each with kv_splits parts.
 class Schedule {
  public:
@@ -50,17 +44,10 @@ class Schedule {
       : call_(call),
         cut_(cut(*call.kernels, call.arithmetic, call.num_kv_heads, call.n_q * call.group_size,
                  call.n_kv)),
-        num_blocks_(call.batch * call.num_kv_heads * cut_.row_blocks) {
-    const MaskDocuments* documents = scattered_documents(call.options->mask);
-    documents_ = documents;
-    for (const Mask::Term& term : call.options->mask.terms()) {
-      if (term.kind == Mask::Term::Kind::dense) dense_.push_back(term.dense);
-    }
-    if (call.options->bias) dense_.push_back(call.options->bias);
-    has_ranges_ = !call.options->mask.is_full();
-    const auto& scratch =
-        cut_.is_decode ? call.kernels->decode_scratch_bytes : call.kernels->prefill_scratch_bytes;
-    kernel_bytes_ = scratch[call.arithmetic](call.head_dim_qk, call.head_dim_v);
+        num_blocks_(call.batch * call.num_kv_heads * cut_.row_blocks),
+        maker_(call, (cut_.is_decode ? call.kernels->decode_scratch_bytes
+                                     : call.kernels->prefill_scratch_bytes)[call.arithmetic](
+                         call.head_dim_qk, call.head_dim_v)) {
     part_elements_ = round_up(cut_.task_rows * (call.head_dim_v + 2), 32);
   }
 
@@ -103,10 +90,10 @@ class Schedule {
   // Longest first, by the keys that the last row of a block sees; nothing to do where all are
   // equal.
   void order_items(int64_t items) {
-    if (!has_ranges_) return;
+    if (!maker_.has_ranges()) return;
     std::vector<int64_t> keys(static_cast<size_t>(num_blocks_));
     for (int64_t block = 0; block < num_blocks_; ++block) {
-      const Place place = place_of(block);
+      const TaskPlace place = place_of(block);
       RowRange range;
       const int64_t last = (place.row_begin + place.n_rows - 1) / call_.group_size;
       call_.options->mask.row_ranges(call_.mask_shape(), place.b, last, 1, &range);
@@ -120,10 +107,7 @@ class Schedule {
     });
   }
 
-  struct Place {
-    int64_t b, h_kv, row_begin, n_rows;
-  };
-  Place place_of(int64_t block) const {
+  TaskPlace place_of(int64_t block) const {
     const int64_t rows = call_.n_q * call_.group_size;
     const int64_t begin = block % cut_.row_blocks * cut_.task_rows;
     const int64_t pair = block / cut_.row_blocks;
@@ -131,63 +115,11 @@ class Schedule {
             std::min(cut_.task_rows, rows - begin)};
   }
 
-  // What a task needs beside its scratch, kept per thread.
-  struct TaskMemory {
-    ScratchBuffer kernel, state;
-    std::vector<RowRange> ranges;
-    std::vector<kernels::DenseTerm> dense;
-  };
-
-  AttentionTask make_task(const Place& place, TaskMemory* memory,
-                          kernels::KvSegment* segment) const {
-    const Call& c = call_;
-    AttentionTask t{};
-    t.row_begin = place.row_begin, t.n_rows = place.n_rows, t.group_size = c.group_size;
-    t.head_dim_qk = c.head_dim_qk, t.head_dim_v = c.head_dim_v;
-    const int64_t first_head = place.h_kv * c.group_size;
-    t.q = element_pointer(c.q, place.b * c.q.stride[0] + first_head * c.q.stride[1]);
-    t.q_dtype = c.q.dtype, t.q_token_stride = c.q.stride[2], t.q_head_stride = c.q.stride[1];
-    segment->k = element_pointer(c.k, place.b * c.k.stride[0] + place.h_kv * c.k.stride[1]);
-    segment->v = element_pointer(c.v, place.b * c.v.stride[0] + place.h_kv * c.v.stride[1]);
-    segment->begin = 0, segment->count = c.n_kv;
-    t.segments = segment, t.n_segments = 1;
-    t.k_row_stride = c.k.stride[2], t.v_row_stride = c.v.stride[2], t.kv_dtype = c.k.dtype;
-    t.kv_begin = 0, t.kv_end = c.n_kv;
-    t.scale = c.scale, t.softcap = c.options->softcap;
-    if (has_ranges_) {
-      const int64_t first = place.row_begin / c.group_size;
-      const int64_t last = (place.row_begin + place.n_rows - 1) / c.group_size;
-      memory->ranges.resize(static_cast<size_t>(last - first + 1));
-      c.options->mask.row_ranges(c.mask_shape(), place.b, first, last - first + 1,
-                                 memory->ranges.data());
-      t.ranges = memory->ranges.data();
-    }
-    if (!dense_.empty()) {
-      memory->dense.clear();
-      for (const ConstTensor& d : dense_) {
-        const ScoreStrides s = score_strides(d);
-        memory->dense.push_back({element_pointer(d, s.offset(place.b, first_head, 0, 0)), d.dtype,
-                                 s.query, s.head, s.key, nullptr, 0, 0});
-      }
-      t.dense = memory->dense.data(), t.n_dense = static_cast<int64_t>(memory->dense.size());
-    }
-    if (documents_) t.q_ids = documents_->q(place.b), t.kv_ids = documents_->kv(place.b);
-    if (c.alibi_slopes) {
-      t.alibi_slopes = c.alibi_slopes + first_head;
-      t.first_position = first_position(c.options->mask, c.mask_shape(), place.b);
-    }
-    t.dropout = c.options->dropout, t.seed = c.options->seed;
-    t.dropout_stream = first_head + c.num_heads * place.b;
-    t.scratch = memory->kernel.reserve(kernel_bytes_);
-    return t;
-  }
-
   void run_item(int64_t item) {
     thread_local TaskMemory memory;
     const int64_t block = item / cut_.kv_splits, split = item % cut_.kv_splits;
-    const Place place = place_of(block);
-    kernels::KvSegment segment;
-    AttentionTask task = make_task(place, &memory, &segment);
+    const TaskPlace place = place_of(block);
+    AttentionTask task = maker_.make(place, &memory);
     const auto& attend = cut_.is_decode ? call_.kernels->decode : call_.kernels->prefill;
     const int64_t bytes = call_.arithmetic_bytes();
     char* state = static_cast<char*>(memory.state.reserve(2 * cut_.task_rows * bytes));
@@ -289,7 +221,7 @@ class Schedule {
   }
 
   // lse and weights of a block, from the state that its attention left.
-  void finish(const Place& place, AttentionTask* task) const {
+  void finish(const TaskPlace& place, AttentionTask* task) const {
     if (call_.lse)
       call_.arithmetic == 0 ? store_lse<float>(place, *task) : store_lse<double>(place, *task);
     const Tensor& w = call_.weights;
@@ -303,7 +235,7 @@ class Schedule {
   }
 
   template <class T>
-  void store_lse(const Place& place, const AttentionTask& task) const {
+  void store_lse(const TaskPlace& place, const AttentionTask& task) const {
     const T* m = static_cast<const T*>(task.state_m);
     const T* l = static_cast<const T*>(task.state_l);
     constexpr double kLn2 = 0.69314718055994530942;
@@ -322,10 +254,8 @@ class Schedule {
   const Call& call_;
   const Cut cut_;
   const int64_t num_blocks_;
-  std::vector<ConstTensor> dense_;
-  const MaskDocuments* documents_ = nullptr;
-  bool has_ranges_ = false;
-  int64_t kernel_bytes_ = 0, part_elements_ = 0, batch_ = 1;
+  const TaskMaker maker_;
+  int64_t part_elements_ = 0, batch_ = 1;
   char* parts_ = nullptr;
   std::unique_ptr<std::atomic<int32_t>[]> missing_;
   std::vector<int64_t> order_;

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: plan. See check.h.
+#include "check.h"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <vector>
+
+#include "element.h"
+
+namespace qkv {
+namespace {
+
+// A per-head option as doubles, or nullptr.
+const double* doubles(const ConstTensor& t, std::vector<double>* storage) {
+  if (!t) return nullptr;
+  storage->resize(static_cast<size_t>(t.shape[0]));
+  for (int64_t h = 0; h < t.shape[0]; ++h)
+    (*storage)[static_cast<size_t>(h)] = element(t, h * t.stride[0]);
+  return storage->data();
+}
+
+}  // namespace
+
+void Check::refuse(const std::string& text) const {
+  throw Error(fmt::format("{}: {}", caller_, text));
+}
+
+void Check::layout(const ConstTensor& t, const char* what) const {
+  if (t.rank > 0 && t.shape[t.rank - 1] > 1 && t.stride[t.rank - 1] != 1) {
+    refuse(fmt::format("the last axis of {} must be contiguous, got stride {} for {}", what,
+                       t.stride[t.rank - 1], shape_text(t)));
+  }
+  if (!t.data && t.num_elements() > 0)
+    refuse(fmt::format("{} has no data, got {}", what, shape_text(t)));
+}
+
+void Check::inputs(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v) const {
+  const auto both = [&] {
+    return fmt::format("got q {}, k {} and v {}", shape_text(q), shape_text(k), shape_text(v));
+  };
+  if (q.rank != 4 || k.rank != 4 || v.rank != 4) {
+    refuse(fmt::format("q, k and v need 4 axes [batch, heads, tokens, dim], {}", both()));
+  }
+  if (q.shape[0] != k.shape[0] || q.shape[0] != v.shape[0])
+    refuse(fmt::format("batch differs, {}", both()));
+  if (k.shape[1] != v.shape[1]) refuse(fmt::format("num_kv_heads of k and v differ, {}", both()));
+  if (k.shape[1] == 0 ? q.shape[1] != 0 : q.shape[1] % k.shape[1] != 0) {
+    refuse(fmt::format("num_heads {} is not a multiple of num_kv_heads {}, got q {} and k {}",
+                       q.shape[1], k.shape[1], shape_text(q), shape_text(k)));
+  }
+  if (k.shape[2] != v.shape[2]) refuse(fmt::format("n_kv of k and v differ, {}", both()));
+  if (q.shape[3] != k.shape[3]) refuse(fmt::format("head_dim_qk of q and k differ, {}", both()));
+  const auto types = [&] {
+    return fmt::format("got q {}, k {} and v {}", name(q.dtype), name(k.dtype), name(v.dtype));
+  };
+  for (const ConstTensor* t : {&q, &k, &v}) {
+    if (!info(t->dtype).is_float)
+      refuse(fmt::format("element types f32, f64, bf16 and f16 are known, {}", types()));
+  }
+  if (k.dtype != v.dtype || (q.dtype == DType::f64) != (k.dtype == DType::f64)) {
+    refuse(
+        fmt::format("k and v must have one element type, and f64 goes with f64 only, {}", types()));
+  }
+  layout(q, "q");
+  layout(k, "k");
+  layout(v, "v");
+}
+
+void Check::shape(const ConstTensor& t, const char* what, std::initializer_list<int64_t> shape,
+                  DType dtype) const {
+  const ConstTensor expected(static_cast<const void*>(nullptr), dtype,
+                             std::span<const int64_t>(shape.begin(), shape.size()));
+  bool same = t.rank == expected.rank;
+  for (int a = 0; same && a < t.rank; ++a) same = t.shape[a] == expected.shape[a];
+  if (!same)
+    refuse(fmt::format("{} needs shape {}, got {}", what, shape_text(expected), shape_text(t)));
+  if (t.dtype != dtype)
+    refuse(fmt::format("{} must be {}, got {}", what, name(dtype), name(t.dtype)));
+  if (!t.data && t.num_elements() > 0)
+    refuse(fmt::format("{} has no data, got {}", what, shape_text(t)));
+}
+
+void Check::output(const ConstTensor& t, const char* what, std::initializer_list<int64_t> shape,
+                   DType dtype) const {
+  this->shape(t, what, shape, dtype);
+  for (int a = 0; a < t.rank; ++a) {
+    if (t.stride[a] == 0 && t.shape[a] > 1 && t.num_elements() > 0) {
+      refuse(
+          fmt::format("{} repeats elements: axis {} of {} has stride 0", what, a, shape_text(t)));
+    }
+  }
+}
+
+void Check::per_head(const ConstTensor& t, const char* what, int64_t num_heads) const {
+  if (!t) return;
+  if (t.rank != 1 || t.shape[0] != num_heads || !info(t.dtype).is_float ||
+      (!t.data && num_heads > 0)) {
+    refuse(fmt::format("{} needs one floating-point number per head, [{}], got {} {}", what,
+                       num_heads, name(t.dtype), shape_text(t)));
+  }
+}
+
+void Check::options(const AttentionOptions& options, const Call& call) const {
+  options.mask.check(call.mask_shape(), caller_);
+  if (options.bias) {
+    if (!info(options.bias.dtype).is_float) {
+      refuse(fmt::format("bias must be floating point (a boolean mask goes into mask), got {}",
+                         name(options.bias.dtype)));
+    }
+    check_scores_tensor(options.bias, call.mask_shape(), caller_, "bias");
+    if (!options.bias.data && options.bias.num_elements() > 0)
+      refuse(fmt::format("bias has no data, got {}", shape_text(options.bias)));
+  }
+  if (options.scale && !std::isfinite(*options.scale))
+    refuse(fmt::format("scale must be finite, got {}", *options.scale));
+  if (!(options.softcap >= 0) || std::isinf(options.softcap)) {
+    refuse(fmt::format("softcap must be 0 (none) or positive and finite, got {}", options.softcap));
+  }
+  if (!(options.dropout >= 0 && options.dropout <= 1)) {
+    refuse(fmt::format("dropout must lie in [0, 1], got {}", options.dropout));
+  }
+  if (options.num_threads < 0)
+    refuse(fmt::format("num_threads must not be negative, got {}", options.num_threads));
+  per_head(options.sinks, "sinks", call.num_heads);
+  per_head(options.alibi_slopes, "alibi_slopes", call.num_heads);
+}
+
+Call Check::call(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
+                 const AttentionOptions& options) const {
+  inputs(q, k, v);
+  Call call{};
+  call.arithmetic = q.dtype == DType::f64 ? 1 : 0;
+  call.batch = q.shape[0], call.num_heads = q.shape[1], call.num_kv_heads = k.shape[1];
+  call.group_size = call.num_kv_heads ? call.num_heads / call.num_kv_heads : 1;
+  call.n_q = q.shape[2], call.n_kv = k.shape[2];
+  call.head_dim_qk = q.shape[3], call.head_dim_v = v.shape[3];
+  call.q = q, call.k = k, call.v = v;
+  call.options = &options;
+  this->options(options, call);
+  const double dim = static_cast<double>(call.head_dim_qk);
+  call.scale = options.scale ? *options.scale : call.head_dim_qk ? 1.0 / std::sqrt(dim) : 1.0;
+  thread_local std::vector<double> sinks, slopes;
+  call.sinks = doubles(options.sinks, &sinks);
+  call.alibi_slopes = doubles(options.alibi_slopes, &slopes);
+  call.kernels = &kernels::active();
+  return call;
+}
+
+}  // namespace qkv

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: schedule. See task.h.
+#include "task.h"
+
+namespace qkv {
+
+TaskMaker::TaskMaker(const Call& call, int64_t kernel_scratch_bytes)
+    : call_(call),
+      kernel_scratch_bytes_(kernel_scratch_bytes),
+      documents_(scattered_documents(call.options->mask)),
+      has_ranges_(!call.options->mask.is_full()) {
+  for (const Mask::Term& term : call.options->mask.terms()) {
+    if (term.kind == Mask::Term::Kind::dense) dense_.push_back(term.dense);
+  }
+  if (call.options->bias) dense_.push_back(call.options->bias);
+}
+
+kernels::AttentionTask TaskMaker::make(const TaskPlace& place, TaskMemory* memory) const {
+  const Call& c = call_;
+  kernels::AttentionTask t{};
+  t.row_begin = place.row_begin, t.n_rows = place.n_rows, t.group_size = c.group_size;
+  t.head_dim_qk = c.head_dim_qk, t.head_dim_v = c.head_dim_v;
+  const int64_t first_head = place.h_kv * c.group_size;
+  t.q = element_pointer(c.q, place.b * c.q.stride[0] + first_head * c.q.stride[1]);
+  t.q_dtype = c.q.dtype, t.q_token_stride = c.q.stride[2], t.q_head_stride = c.q.stride[1];
+  memory->segment.k = element_pointer(c.k, place.b * c.k.stride[0] + place.h_kv * c.k.stride[1]);
+  memory->segment.v = element_pointer(c.v, place.b * c.v.stride[0] + place.h_kv * c.v.stride[1]);
+  memory->segment.begin = 0, memory->segment.count = c.n_kv;
+  t.segments = &memory->segment, t.n_segments = 1;
+  t.k_row_stride = c.k.stride[2], t.v_row_stride = c.v.stride[2], t.kv_dtype = c.k.dtype;
+  t.kv_begin = 0, t.kv_end = c.n_kv;
+  t.scale = c.scale, t.softcap = c.options->softcap;
+  if (has_ranges_) {
+    const int64_t first = place.row_begin / c.group_size;
+    const int64_t last = (place.row_begin + place.n_rows - 1) / c.group_size;
+    memory->ranges.resize(static_cast<size_t>(last - first + 1));
+    c.options->mask.row_ranges(c.mask_shape(), place.b, first, last - first + 1,
+                               memory->ranges.data());
+    t.ranges = memory->ranges.data();
+  }
+  if (!dense_.empty()) {
+    memory->dense.clear();
+    for (const ConstTensor& d : dense_) {
+      const ScoreStrides s = score_strides(d);
+      memory->dense.push_back({element_pointer(d, s.offset(place.b, first_head, 0, 0)), d.dtype,
+                               s.query, s.head, s.key, nullptr, 0, 0});
+    }
+    t.dense = memory->dense.data(), t.n_dense = static_cast<int64_t>(memory->dense.size());
+  }
+  if (documents_) t.q_ids = documents_->q(place.b), t.kv_ids = documents_->kv(place.b);
+  if (c.alibi_slopes) {
+    t.alibi_slopes = c.alibi_slopes + first_head;
+    t.first_position = first_position(c.options->mask, c.mask_shape(), place.b);
+  }
+  t.dropout = c.options->dropout, t.seed = c.options->seed;
+  t.dropout_stream = first_head + c.num_heads * place.b;
+  t.scratch = memory->kernel.reserve(kernel_scratch_bytes_);
+  return t;
+}
+
+}  // namespace qkv

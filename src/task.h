@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: schedule. The kernel's view of some rows of a call: pointers instead of tensors, visible
+// ranges instead of mask kinds. Forward and backward make their tasks here.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "call.h"
+#include "schedule.h"
+
+namespace qkv {
+
+inline void* element_pointer(const Tensor& t, int64_t offset) {
+  return static_cast<char*>(t.data) + offset * size_bytes(t.dtype);
+}
+inline const void* element_pointer(const ConstTensor& t, int64_t offset) {
+  return static_cast<const char*>(t.data) + offset * size_bytes(t.dtype);
+}
+
+/// Some rows (token, head of the group) of one (batch, KV head).
+struct TaskPlace {
+  int64_t b, h_kv, row_begin, n_rows;
+};
+
+/// What a task points to, kept per thread: no allocation from the second call on.
+struct TaskMemory {
+  ScratchBuffer kernel, state;
+  std::vector<RowRange> ranges;
+  std::vector<kernels::DenseTerm> dense;
+  kernels::KvSegment segment;
+};
+
+class TaskMaker {
+ public:
+  TaskMaker(const Call& call, int64_t kernel_scratch_bytes);
+  /// The operands, the scores and the scratch of a task; results and sinks are the caller's.
+  kernels::AttentionTask make(const TaskPlace& place, TaskMemory* memory) const;
+  /// Rows differ in what they see.
+  bool has_ranges() const { return has_ranges_; }
+
+ private:
+  const Call& call_;
+  const int64_t kernel_scratch_bytes_;
+  const MaskDocuments* const documents_;
+  const bool has_ranges_;
+  std::vector<ConstTensor> dense_;
+};
+
+}  // namespace qkv
