@@ -23,6 +23,13 @@ HWY_INLINE void* Advance(void* p, DType t, int64_t elements) {
   return static_cast<char*>(p) + elements * info(t).bytes;
 }
 
+// Asks for the cache lines of a row.
+template <class T>
+HWY_INLINE void PrefetchRow(const T* row, int64_t dim) {
+  for (int64_t x = 0; x < dim; x += 64 / static_cast<int64_t>(sizeof(T)))
+    __builtin_prefetch(row + x);
+}
+
 HWY_INLINE float FloatFromBits(uint32_t bits) {
   float f;
   hwy::CopyBytes<4>(&bits, &f);

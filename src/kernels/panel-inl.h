@@ -59,7 +59,7 @@ struct Panel {
   T* qt;  // [head_dim_qk][lane], times scale and log2(e)
   PanelState<T> state;
   int64_t first_row;  // of the (batch, KV head)
-  int n_rows;
+  int n_rows = 0;
   int64_t begin, end;  // keys that some row needs
   VectorKeys keys[kTileVectors];
   int64_t lo[kW], hi[kW];

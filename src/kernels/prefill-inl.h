@@ -27,16 +27,34 @@ HWY_BEFORE_NAMESPACE();
 namespace qkv::kernels {
 namespace HWY_NAMESPACE {
 
+// Rows that are fetched while scores are computed: values of the same keys, and the keys of the next
+// strip. The first panel of a task fetches, the others find both in the cache. Without it cold K and V
+// cost a third of the time on short and chunked problems (n 64 x 4096: 0.57 -> 0.70 of the FMA peak).
+template <class T>
+struct Ahead {
+  const T* k;  // of the next strip; nullptr: nothing is fetched
+  const T* v;  // of this strip
+  int64_t k_stride, v_stride, k_dim, v_dim;
+
+  HWY_INLINE void fetch(int64_t first, int n) const {
+    for (int64_t row = first; row < first + n; row++) {
+      PrefetchRow(k + row * k_stride, k_dim);
+      PrefetchRow(v + row * v_stride, v_dim);
+    }
+  }
+};
+
 // Scores of n keys (a multiple of kRows) for kVectors vectors of the panel.
 template <class T, int kVectors, int kRows>
 HWY_NOINLINE void QkRows(const T* HWY_RESTRICT k, size_t k_stride, size_t head_dim,
                          const T* HWY_RESTRICT qt, const T* HWY_RESTRICT init, T* HWY_RESTRICT s,
-                         T* HWY_RESTRICT max, size_t n) {
+                         T* HWY_RESTRICT max, size_t n, const Ahead<T>& ahead) {
   const Tag<T> d;
   Vec<T> mx[kVectors];
   Each<kVectors>([&](auto v) HWY_ATTR { mx[v] = hn::Load(d, max + v * kLanes<T>); });
   for (size_t x = 0; x < n; x += kRows) {
     T* HWY_RESTRICT to = s + x * kPanel<T>;
+    if (ahead.k) ahead.fetch(static_cast<int64_t>(x), kRows);
     Tile<T, kRows, kVectors, true>(
         k + x * k_stride, k_stride, qt, kPanel<T>, head_dim,
         [&](auto, auto v) HWY_ATTR { return hn::Load(d, init + v * kLanes<T>); },
@@ -50,13 +68,13 @@ HWY_NOINLINE void QkRows(const T* HWY_RESTRICT k, size_t k_stride, size_t head_d
 
 template <class T, int kVectors>
 HWY_INLINE void Qk(const T* k, int64_t k_stride, int64_t head_dim, const T* qt, const T* init, T* s,
-                   T* max, int n) {
+                   T* max, int n, const Ahead<T>& ahead) {
   const size_t ld = static_cast<size_t>(k_stride), dim = static_cast<size_t>(head_dim);
   const size_t whole = static_cast<size_t>(n) / kTileRows * kTileRows;
-  if (whole) QkRows<T, kVectors, kTileRows>(k, ld, dim, qt, init, s, max, whole);
+  if (whole) QkRows<T, kVectors, kTileRows>(k, ld, dim, qt, init, s, max, whole, ahead);
   ForRows<kTileRows / 2>(static_cast<size_t>(n) - whole, [&](size_t x, auto rows) HWY_ATTR {
     QkRows<T, kVectors, rows>(k + (whole + x) * ld, ld, dim, qt, init, s + (whole + x) * kPanel<T>,
-                              max, rows);
+                              max, rows, Ahead<T>{});
   });
 }
 
@@ -131,8 +149,8 @@ HWY_NOINLINE void RecordSeen(const PanelWork<T>& work, const Span& span) {
 // Scores of one panel in one key block: products, then the steps where they are needed.
 template <class T>
 HWY_INLINE void BlockScores(const AttentionTask& task, const PanelWork<T>& work,
-                            const Panel<T>& panel, const KeyBlock<T>& block,
-                            const SpanList& spans) {
+                            const Panel<T>& panel, const KeyBlock<T>& block, const SpanList& spans,
+                            bool fetch) {
   const Tag<T> d;
   for (int w = 0; w < kPanel<T>; w += kLanes<T>) hn::Store(NegativeInfinity<T>(), d, work.max + w);
   ScoreSteps<T> common = {};
@@ -151,14 +169,22 @@ HWY_INLINE void BlockScores(const AttentionTask& task, const PanelWork<T>& work,
     const bool finish = span.masked || everywhere;
     const T* init = (task.softcap > 0 ? work.zeros : panel.state.shift) + w;
     T* max = (finish ? work.unused : work.max) + w;
-    ForPieces(
-        block, span.begin, span.end, [&](const KeyPiece<T>& piece, int begin, int n) HWY_ATTR {
-          const T* k = piece.k + (begin - piece.begin) * piece.k_stride;
-          T* s = work.s + begin * kPanel<T> + w;
-          WithVectors(span.nv, [&](auto vectors) HWY_ATTR {
-            Qk<T, vectors>(k, piece.k_stride, task.head_dim_qk, panel.qt + w, init, s, max, n);
-          });
-        });
+    ForPieces(block, span.begin, span.end,
+              [&](const KeyPiece<T>& piece, int begin, int n) HWY_ATTR {
+                const T* k = piece.k + (begin - piece.begin) * piece.k_stride;
+                T* s = work.s + begin * kPanel<T> + w;
+                const T* v = piece.v + (begin - piece.begin) * piece.v_stride;
+                const Ahead<T> ahead = {fetch ? k + kTileRows * piece.k_stride : nullptr,
+                                        v,
+                                        piece.k_stride,
+                                        piece.v_stride,
+                                        task.head_dim_qk,
+                                        task.head_dim_v};
+                WithVectors(span.nv, [&](auto vectors) HWY_ATTR {
+                  Qk<T, vectors>(k, piece.k_stride, task.head_dim_qk, panel.qt + w, init, s, max, n,
+                                 ahead);
+                });
+              });
     if (!finish) continue;
     ScoreSteps<T> steps = common;
     if (span.masked) {
@@ -173,12 +199,13 @@ HWY_INLINE void BlockScores(const AttentionTask& task, const PanelWork<T>& work,
 // One panel against one key block. kCareful: hidden value rows may hold NaN or Inf.
 template <class T, bool kCareful>
 HWY_INLINE void AttendBlock(const AttentionTask& task, const PanelWork<T>& work,
-                            const Panel<T>& panel, const KeyBlock<T>& block, int begin, int end) {
+                            const Panel<T>& panel, const KeyBlock<T>& block, int begin, int end,
+                            bool fetch) {
   const Tag<T> d;
   SpanList spans;
   panel.find_spans(task, block.begin, begin, end, &spans);
   if (spans.n == 0) return;
-  BlockScores(task, work, panel, block, spans);
+  BlockScores(task, work, panel, block, spans, fetch);
   auto above = hn::Gt(hn::Load(d, work.max), hn::Load(d, panel.state.threshold));
   for (int w = kLanes<T>; w < kPanel<T>; w += kLanes<T>) {
     above =
@@ -231,9 +258,14 @@ HWY_INLINE bool AttendBlocks(const AttentionTask& task, const PanelWork<T>& work
   // neighbours.
   for (int64_t k0 = begin / kBlock * kBlock; k0 < end; k0 += kBlock) {
     LoadBlock(task, work, k0, Within(begin - k0), Within(end - k0), &block);
+    bool fetch = true;
     for (int p = 0; p < num_panels; p++) {
       const int from = Within(panels[p].begin - k0), to = Within(panels[p].end - k0);
-      if (from < to) AttendBlock<T, kCareful>(task, work, panels[p], block, from, to);
+      if (from < to) {
+        if (panels[p].end <= k0 + kBlock) PrefetchOut(task, panels[p]);
+        AttendBlock<T, kCareful>(task, work, panels[p], block, from, to, fetch);
+        fetch = false;
+      }
     }
   }
   if (kCareful || (!task.ranges && !task.n_dense && !task.q_ids)) return true;
@@ -248,6 +280,7 @@ template <class T>
 void Prefill(const AttentionTask& task) {
   PanelWork<T> work;
   Panel<T> panels[kMaxPanels];
+  PrefetchKeys<T>(task);
   int num_panels = StartPanels(task, &work, panels);
   // NaN and Inf in hidden keys are selected away with the scores. In hidden values they would turn
   // a sum into NaN: that shows at the end, and the task is done again by selection. Same bits.

@@ -89,7 +89,7 @@ void PrefillWeights(const AttentionTask& task) {
       const int from = Within(panels[p].begin - k0), to = Within(panels[p].end - k0);
       SpanList spans;
       if (from < to) panels[p].find_spans(task, k0, from, to, &spans);
-      if (spans.n) BlockScores(task, work, panels[p], block, spans);
+      if (spans.n) BlockScores(task, work, panels[p], block, spans, false);
       StoreWeights(task, work, panels[p], spans, k0, n);
     }
   }

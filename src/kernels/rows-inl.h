@@ -17,15 +17,46 @@ namespace HWY_NAMESPACE {
 template <class T>
 inline constexpr DType kArithmetic = sizeof(T) == 4 ? DType::f32 : DType::f64;
 
+template <class T>
+HWY_INLINE void PrefetchQuery(const AttentionTask& task, const Panel<T>& panel, int lane) {
+  if (task.q_dtype != kArithmetic<T> || lane >= panel.n_rows) return;
+  PrefetchRow(static_cast<const T*>(task.q) + panel.token[lane] * task.q_token_stride +
+                  panel.head[lane] * task.q_head_stride,
+              task.head_dim_qk);
+}
+// The rows that a panel will write.
+template <class T>
+HWY_INLINE void PrefetchOut(const AttentionTask& task, const Panel<T>& panel) {
+  if (!task.out || task.unnormalised || task.out_dtype != kArithmetic<T>) return;
+  for (int w = 0; w < panel.n_rows; w++) {
+    PrefetchRow(static_cast<const T*>(task.out) + panel.token[w] * task.out_token_stride +
+                    panel.head[w] * task.out_head_stride,
+                task.head_dim_v);
+  }
+}
+// The first keys of a task.
+template <class T>
+HWY_INLINE void PrefetchKeys(const AttentionTask& task) {
+  if (task.kv_dtype != kArithmetic<T> || task.n_segments == 0) return;
+  const KvSegment& segment = task.segments[0];
+  for (int64_t j = 0; j < HWY_MIN(segment.count, int64_t{2 * kTileRows}); j++) {
+    PrefetchRow(static_cast<const T*>(segment.k) + j * task.k_row_stride, task.head_dim_qk);
+  }
+}
+
 // Q^T of a panel, times scale and log2(e). Rows in the arithmetic type are read in place; others,
 // and what is left of a row behind its last four elements, go through work.rows.
 template <class T>
-HWY_INLINE void PackQueries(const AttentionTask& task, const PanelWork<T>& work, Panel<T>* panel) {
+HWY_INLINE void PackQueries(const AttentionTask& task, const PanelWork<T>& work,
+                            const Panel<T>* next, Panel<T>* panel) {
   const double to_log2 = task.softcap > 0 ? 1.0 / task.softcap : kLog2E;
   const T factor = static_cast<T>(task.scale * to_log2);
   const int64_t stride = work.k_stride, dim = task.head_dim_qk;
   const int lanes = static_cast<int>(RoundUp(panel->n_rows, HWY_MAX(kLanes<T>, 4)));
   for (int w = 0; w < lanes; w += 4) {  // vectors without any row are never read
+    if (next) {
+      for (int i = 0; i < 4; i++) PrefetchQuery(task, *next, w + i);
+    }
     const T* rows[4];
     int64_t done = 0;
     const bool in_place = task.q_dtype == kArithmetic<T> && w + 4 <= panel->n_rows;
@@ -63,13 +94,16 @@ HWY_INLINE int StartPanels(const AttentionTask& task, PanelWork<T>* work, Panel<
   for (int w = 0; w < kPanel<T>; w++) work->zeros[w] = T{0};
   int n = 0;
   for (int64_t row = 0; row < task.n_rows; row += kPanel<T>, n++) {
-    Panel<T>* panel = &panels[n];
-    panel->first_row = task.row_begin + row;
-    panel->n_rows = static_cast<int>(HWY_MIN(task.n_rows - row, static_cast<int64_t>(kPanel<T>)));
-    FindLanes(task, panel);
-    FindKeys(task, panel);
-    PackQueries(task, *work, panel);
-    StartState(task, panel);
+    panels[n].first_row = task.row_begin + row;
+    panels[n].n_rows =
+        static_cast<int>(HWY_MIN(task.n_rows - row, static_cast<int64_t>(kPanel<T>)));
+    FindLanes(task, &panels[n]);
+  }
+  for (int w = 0; w < kPanel<T>; w++) PrefetchQuery(task, panels[0], w);
+  for (int p = 0; p < n; p++) {
+    FindKeys(task, &panels[p]);
+    PackQueries(task, *work, p + 1 < n ? &panels[p + 1] : nullptr, &panels[p]);
+    StartState(task, &panels[p]);
   }
   return n;
 }
