@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: call. The table of element types and the scalar conversions, against a plain search for the
+// Tier: test. The table of element types and the scalar conversions, against a plain search for the
 // nearest value.
 #include "qkv/dtype.h"
 

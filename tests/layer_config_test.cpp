@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: call. LayerConfig and LayerWeights: the lesson's counts, and refusal of sizes that cannot
+// Tier: test. LayerConfig and LayerWeights: the lesson's counts, and refusal of sizes that cannot
 // be.
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: call. Views: default strides, conversions, refusals, and the text of shapes.
+// Tier: test. Views: default strides, conversions, refusals, and the text of shapes.
 #include "qkv/tensor.h"
 
 #include <gtest/gtest.h>
