@@ -41,6 +41,7 @@ class QKV_EXPORT SafetensorsFile {
 
  private:
   struct Impl;
+  explicit SafetensorsFile(std::shared_ptr<const Impl> impl);
   std::shared_ptr<const Impl> impl_;
 };
 
@@ -61,9 +62,11 @@ class QKV_EXPORT NpyFile {
   const TensorInfo& info() const;
   bool fortran_order() const;
   ConstTensor tensor() const;
+  const std::string& path() const;
 
  private:
   struct Impl;
+  explicit NpyFile(std::shared_ptr<const Impl> impl);
   std::shared_ptr<const Impl> impl_;
 };
 QKV_EXPORT void save_npy(const std::string& path, ConstTensor tensor);
@@ -71,11 +74,11 @@ QKV_EXPORT void save_npy(const std::string& path, ConstTensor tensor);
 /// A copy in f32, C order. f32, f64, f16, bf16 only.
 QKV_EXPORT std::vector<float> to_f32(ConstTensor tensor);
 
-/// How a file names the parameters of a layer.
+/// How a file names the parameters of a layer. Any prefix that ends in a dot may stand in front ("model.layers.0.self_attn.").
 ///   lesson  fc_q.weight fc_q.bias fc_k.* fc_v.* fc_o.*
 ///   torch   in_proj_weight in_proj_bias, or q_proj_weight k_proj_weight v_proj_weight; out_proj.*; bias_k / bias_v are refused
-///   bert    attention.self.query.* .key.* .value.*, attention.output.dense.* (any prefix)
-///   llama   q_proj.* k_proj.* v_proj.* o_proj.*, or fused qkv_proj.weight (any prefix)
+///   bert    self.query.* self.key.* self.value.*, output.dense.* ("attention." is part of the prefix)
+///   llama   q_proj.* k_proj.* v_proj.* o_proj.*, or fused qkv_proj.*
 enum class Naming : uint8_t { automatic, lesson, torch, bert, llama };
 QKV_EXPORT Naming naming_from_name(std::string_view name);  ///< "auto", "lesson", ...; throws Error
 QKV_EXPORT std::string_view name(Naming naming);
@@ -84,13 +87,17 @@ struct LoadLayerOptions {
   Naming naming = Naming::automatic;
   int64_t num_heads = 0;     ///< 0: from the file's metadata
   int64_t num_kv_heads = 0;  ///< 0: from the file's metadata, else from the sizes
+  /// Selects the layer where a file has several: the start of the names, "model.layers.0" or "model.layers.0.self_attn".
+  /// Empty: the layer whose names have no prefix, else the only one.
+  std::string prefix;
 };
 
 /// Reads a layer. Sizes come from the shapes and must agree with each other and with the metadata; both shapes are named
 /// if they do not. Unknown tensors and metadata are ignored; absent biases are absent.
 QKV_EXPORT LayerWeights load_layer(const std::string& path, const LoadLayerOptions& options = {});
 QKV_EXPORT LayerWeights load_layer(const SafetensorsFile& file, const LoadLayerOptions& options = {});
-/// Writes with the lesson's names and num_heads / num_kv_heads in the metadata.
+/// Writes with the lesson's names and num_heads / num_kv_heads in the metadata; scale and softcap as "qkv.scale" and
+/// "qkv.softcap" if they are not the defaults. load_layer() reads these four.
 QKV_EXPORT void save_layer(const std::string& path, const LayerWeights& weights);
 
 }  // namespace qkv
