@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: kernel (compiled once per Highway target). The two products of decode, with the head dim in the lanes: scores of a
+// few query rows against natural K rows, and sums of natural V rows. K and V are read once per group of rows and converted
+// in registers. Every (row, key) and (row, column) has one accumulator that is filled in order, so a row's bits do not
+// depend on the rows beside it.
+#if defined(QKV_KERNELS_DECODE_ROWS_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef QKV_KERNELS_DECODE_ROWS_INL_H_
+#undef QKV_KERNELS_DECODE_ROWS_INL_H_
+#else
+#define QKV_KERNELS_DECODE_ROWS_INL_H_
+#endif
+
+#include "kernels/convert-inl.h"
+#include "kernels/tile-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace qkv::kernels {
+namespace HWY_NAMESPACE {
+
+// Query rows that share the loads of K and V: rows x 4 keys and rows x columns accumulators fit the registers.
+#if HWY_TARGET <= HWY_AVX3 || HWY_ARCH_ARM_A64
+inline constexpr int kRowsAtOnce = 4;
+#else
+inline constexpr int kRowsAtOnce = 2;
+#endif
+// Vectors of accumulators in AddRows.
+inline constexpr int kSums = 4 * kRowsAtOnce;
+
+#undef QKV_HAS_F16
+#if HWY_TARGET <= HWY_AVX2 && HWY_ARCH_X86 || HWY_ARCH_ARM_A64
+#define QKV_HAS_F16 1
+#else
+#define QKV_HAS_F16 0
+#endif
+
+HWY_INLINE Vec<float> LoadKv(const float* p) { return hn::LoadU(Tag<float>(), p); }
+HWY_INLINE Vec<float> LoadKv(const bf16_t* p) {
+  const hn::Rebind<uint16_t, Tag<float>> d16;
+  const hn::RebindToUnsigned<Tag<float>> d32;
+  const auto bits = hn::PromoteTo(d32, hn::LoadU(d16, reinterpret_cast<const uint16_t*>(p)));
+  return hn::BitCast(Tag<float>(), hn::ShiftLeft<16>(bits));
+}
+#if QKV_HAS_F16
+HWY_INLINE Vec<float> LoadKv(const f16_t* p) {
+  const hn::Rebind<hwy::float16_t, Tag<float>> d16;
+  return hn::PromoteTo(Tag<float>(), hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(p)));
+}
+#endif
+HWY_INLINE Vec<double> LoadKv(const double* p) { return hn::LoadU(Tag<double>(), p); }
+
+// The first n < kLanes elements, then zeros. Nothing behind them is read.
+template <class T, class KV>
+HWY_INLINE Vec<T> LoadKvTail(const KV* p, int n) {
+#if HWY_TARGET <= HWY_AVX2 && HWY_ARCH_X86
+  if constexpr (sizeof(KV) >= 4) {
+    const Tag<T> d;
+    return hn::MaskedLoad(hn::FirstN(d, static_cast<size_t>(n)), d, p);
+  }
+#endif
+  KV padded[kLanes<T>] = {};
+  for (int i = 0; i < n; i++) padded[i] = p[i];
+  return LoadKv(padded);
+}
+
+#if HWY_TARGET != HWY_SCALAR
+template <class D, class V>
+HWY_INLINE auto SumBlocks(D d, V v) {  // adds the 128-bit blocks
+  if constexpr (hn::MaxLanes(D()) * sizeof(hn::TFromD<D>) <= 16) {
+    (void)d;
+    return v;
+  } else {
+    const hn::Half<D> half;
+    return SumBlocks(half, hn::Add(hn::LowerHalf(half, v), hn::UpperHalf(half, v)));
+  }
+}
+#endif
+
+// to[i] = sum of the lanes of the i-th vector; the same tree for each.
+HWY_INLINE void StoreSums(Vec<float> a, Vec<float> b, Vec<float> c, Vec<float> e, float* to) {
+#if HWY_TARGET == HWY_SCALAR
+  to[0] = hn::GetLane(a), to[1] = hn::GetLane(b), to[2] = hn::GetLane(c), to[3] = hn::GetLane(e);
+#else
+  const Tag<float> d;
+  const auto ac = hn::Add(hn::InterleaveLower(d, a, c), hn::InterleaveUpper(d, a, c));
+  const auto be = hn::Add(hn::InterleaveLower(d, b, e), hn::InterleaveUpper(d, b, e));
+  const auto sums = hn::Add(hn::InterleaveLower(d, ac, be), hn::InterleaveUpper(d, ac, be));
+  hn::StoreU(SumBlocks(d, sums), hn::Full128<float>(), to);
+#endif
+}
+HWY_INLINE void StoreSums(Vec<double> a, Vec<double> b, Vec<double> c, Vec<double> e, double* to) {
+#if HWY_TARGET == HWY_SCALAR
+  to[0] = hn::GetLane(a), to[1] = hn::GetLane(b), to[2] = hn::GetLane(c), to[3] = hn::GetLane(e);
+#else
+  const Tag<double> d;
+  const auto ab = hn::Add(hn::InterleaveLower(d, a, b), hn::InterleaveUpper(d, a, b));
+  const auto ce = hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e));
+  hn::StoreU(SumBlocks(d, ab), hn::Full128<double>(), to);
+  hn::StoreU(SumBlocks(d, ce), hn::Full128<double>(), to + 2);
+#endif
+}
+
+// s[r][x] = q[r] . k[x] for kRows rows and n keys, four keys at a time: up to three scores behind the last are garbage.
+// q rows are padded with zeros to whole vectors.
+template <class T, class KV, int kRows>
+HWY_NOINLINE void DotRows(const KV* HWY_RESTRICT k, int64_t k_stride, int64_t dim,
+                          const T* HWY_RESTRICT q, int64_t q_stride, T* HWY_RESTRICT s,
+                          int64_t s_stride, int n) {
+  const Tag<T> d;
+  const int64_t whole = dim / kLanes<T> * kLanes<T>;
+  const int tail = static_cast<int>(dim - whole);
+  for (int x = 0; x < n; x += 4) {
+    const KV* row[4];
+    for (int i = 0; i < 4; i++) row[i] = k + HWY_MIN(x + i, n - 1) * k_stride;
+    Vec<T> acc[kRows][4];
+    Each<kRows>([&](auto r)
+                    HWY_ATTR { Each<4>([&](auto i) HWY_ATTR { acc[r][i] = hn::Zero(d); }); });
+    const auto add = [&](int64_t u, Vec<T> k0, Vec<T> k1, Vec<T> k2, Vec<T> k3) HWY_ATTR {
+      Each<kRows>([&](auto r) HWY_ATTR {
+        const Vec<T> qv = Pin(hn::Load(d, q + r * q_stride + u));
+        acc[r][0] = hn::MulAdd(qv, k0, acc[r][0]);
+        acc[r][1] = hn::MulAdd(qv, k1, acc[r][1]);
+        acc[r][2] = hn::MulAdd(qv, k2, acc[r][2]);
+        acc[r][3] = hn::MulAdd(qv, k3, acc[r][3]);
+      });
+    };
+    for (int64_t u = 0; u < whole; u += kLanes<T>) {
+      add(u, LoadKv(row[0] + u), LoadKv(row[1] + u), LoadKv(row[2] + u), LoadKv(row[3] + u));
+    }
+    if (tail) {
+      add(whole, LoadKvTail<T>(row[0] + whole, tail), LoadKvTail<T>(row[1] + whole, tail),
+          LoadKvTail<T>(row[2] + whole, tail), LoadKvTail<T>(row[3] + whole, tail));
+    }
+    Each<kRows>([&](auto r) HWY_ATTR {
+      StoreSums(acc[r][0], acc[r][1], acc[r][2], acc[r][3], s + r * s_stride + x);
+    });
+  }
+}
+
+// out[r] += sum_x p[r][x] * v[x] for kRows rows, n keys and kVectors vectors of columns (the last one of `tail` columns if
+// tail > 0). out rows are whole aligned vectors.
+template <class T, class KV, int kRows, int kVectors>
+HWY_NOINLINE void AddRows(const KV* HWY_RESTRICT v, int64_t v_stride, int tail,
+                          const T* HWY_RESTRICT p, int64_t p_stride, T* HWY_RESTRICT out,
+                          int64_t out_stride, int n) {
+  const Tag<T> d;
+  Vec<T> acc[kRows][kVectors];
+  const auto at = [&](int r, int c) HWY_ATTR { return out + r * out_stride + c * kLanes<T>; };
+  Each<kRows>([&](auto r) HWY_ATTR {
+    Each<kVectors>([&](auto c) HWY_ATTR { acc[r][c] = hn::Load(d, at(r, c)); });
+  });
+  const auto add = [&](int x, auto c, Vec<T> value) HWY_ATTR {
+    Each<kRows>([&](auto r) HWY_ATTR {
+      acc[r][c] = hn::MulAdd(hn::Set(d, p[r * p_stride + x]), value, acc[r][c]);
+    });
+  };
+  if (tail == 0) {
+    for (int x = 0; x < n; x++, v += v_stride) {
+      Each<kVectors>([&](auto c) HWY_ATTR { add(x, c, Pin(LoadKv(v + c * kLanes<T>))); });
+    }
+  } else {
+    for (int x = 0; x < n; x++, v += v_stride) {
+      if constexpr (kVectors > 1) {
+        Each<kVectors - 1>([&](auto c) HWY_ATTR { add(x, c, Pin(LoadKv(v + c * kLanes<T>))); });
+      }
+      add(x, std::integral_constant<int, kVectors - 1>(),
+          LoadKvTail<T>(v + (kVectors - 1) * kLanes<T>, tail));
+    }
+  }
+  Each<kRows>([&](auto r) HWY_ATTR {
+    Each<kVectors>([&](auto c) HWY_ATTR { hn::Store(acc[r][c], d, at(r, c)); });
+  });
+}
+
+// Calls body(first row, rows as a constant) for groups of at most kRowsAtOnce rows.
+template <int kRows = kRowsAtOnce, class Body>
+HWY_INLINE void ForRowGroups(int n, Body body, int begin = 0) {
+  for (; begin + kRows <= n; begin += kRows) body(begin, std::integral_constant<int, kRows>());
+  if constexpr (kRows > 1) {
+    if (begin < n) ForRowGroups<kRows - 1>(n, body, begin);
+  }
+}
+
+template <class T, class KV>
+HWY_INLINE void Dot(const KV* k, int64_t k_stride, int64_t dim, const T* q, int64_t q_stride,
+                    int rows, T* s, int64_t s_stride, int n) {
+  ForRowGroups(rows, [&](int r, auto count) HWY_ATTR {
+    DotRows<T, KV, count>(k, k_stride, dim, q + r * q_stride, q_stride, s + r * s_stride, s_stride,
+                          n);
+  });
+}
+
+template <class T, class KV>
+HWY_INLINE void Add(const KV* v, int64_t v_stride, int64_t dim, const T* p, int64_t p_stride,
+                    int rows, T* out, int64_t out_stride, int n) {
+  ForRowGroups(rows, [&](int r, auto count) HWY_ATTR {
+    constexpr int kRows = count;
+    constexpr int kMost = HWY_MIN(kSums / kRows, 8);
+    const T* pr = p + r * p_stride;
+    T* to = out + r * out_stride;
+    int64_t c = 0;
+    const auto columns = [&](auto vectors, int tail) HWY_ATTR {
+      AddRows<T, KV, kRows, vectors>(v + c, v_stride, tail, pr, p_stride, to + c, out_stride, n);
+      c += vectors * kLanes<T>;
+    };
+    while (c + kMost * kLanes<T> <= dim) columns(std::integral_constant<int, kMost>(), 0);
+    if (c >= dim) return;
+    const int left =
+        static_cast<int>((dim - c + kLanes<T> - 1) / kLanes<T>);  // 1 ... kMost vectors
+    const int tail = static_cast<int>(dim % kLanes<T>);
+    EachOf(std::make_integer_sequence<int, kMost>(), [&](auto vectors) HWY_ATTR {
+      if (vectors + 1 == left) columns(std::integral_constant<int, vectors + 1>(), tail);
+    });
+  });
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace qkv::kernels
+HWY_AFTER_NAMESPACE();
+
+#endif  // toggle
