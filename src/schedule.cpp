@@ -67,7 +67,7 @@ class Schedule {
     const AttentionOptions& options = *call_.options;
     const int wanted = options.num_threads ? options.num_threads : default_num_threads();
     const int threads = useful_threads(item_flop, items, wanted);
-    if (threads <= 1) {
+    if (threads <= 1 && !options.executor) {
       for (int64_t i = 0; i < items; ++i) run_item(i);
       return;
     }
