@@ -1,0 +1,12 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: call. The functions of the module, one bind_* per file, and the long docstrings.
+#pragma once
+#include <nanobind/nanobind.h>
+
+namespace qkv::python {
+
+void bind_attention(nanobind::module_& module);
+
+extern const char kAttentionDoc[];
+
+}  // namespace qkv::python
