@@ -125,6 +125,17 @@ HWY_INLINE void ForRows(size_t n, Body body, size_t begin = 0) {
   }
 }
 
+// max(low, s) that keeps a NaN in s. maxps returns its second operand if one is NaN; the scalar
+// target's Max returns the other one.
+template <class V>
+HWY_INLINE V AtLeast(V low, V s) {
+#if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
+  return hn::IfThenElse(hn::Lt(s, low), low, s);
+#else
+  return hn::Max(low, s);
+#endif
+}
+
 // 2^s, for s <= 127. Exact at s = 0 and exactly 0 for s <= -127 (-inf too): a hidden score needs no
 // other treatment. NaN stays NaN. f32: degree 5 with constant term 1 (own minimax fit), 2.1 ulp.
 // f64: Taylor, degree 13, about 1 ulp.
@@ -136,8 +147,7 @@ HWY_INLINE Vec<float> Exp2(Vec<float> s) {
   const Vec<float> f{_mm512_reduce_ps(s.raw, 0)};
   const Vec<float> r = hn::Round(s);
 #else
-  s = hn::Max(hn::Set(d, -127.0f),
-              s);  // in this order: maxps returns its second operand if one is NaN
+  s = AtLeast(hn::Set(d, -127.0f), s);
   const Vec<float> magic = hn::Set(d, 12582912.0f);  // 1.5 * 2^23: leaves round(s) in the low bits
   const Vec<float> t = hn::Add(s, magic);
   const Vec<float> f = hn::Sub(s, hn::Sub(t, magic));
@@ -165,7 +175,7 @@ HWY_INLINE Vec<double> Exp2(Vec<double> s) {
       1.5252733804059841e-05, 1.5403530393381608e-04, 1.3333558146428443e-03,
       9.6181291076284772e-03, 5.5504108664821580e-02, 2.4022650695910071e-01,
       6.9314718055994531e-01};
-  s = hn::Max(hn::Set(d, -1023.0), s);
+  s = AtLeast(hn::Set(d, -1023.0), s);
   const Vec<double> magic = hn::Set(d, 6755399441055744.0);  // 1.5 * 2^52
   const Vec<double> t = hn::Add(s, magic);
   const Vec<double> f = hn::Sub(s, hn::Sub(t, magic));
