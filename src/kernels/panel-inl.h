@@ -87,8 +87,8 @@ struct Panel {
 template <class T>
 struct PanelWork {
   static constexpr int kW = kPanel<T>;
-  T *s, *dense, *seen;                                           // [kBlock][lane]
-  T *max, *unused, *zeros, *delta, *lo, *hi, *slope, *position;  // lane vectors
+  T *s, *dense, *seen;                           // [kBlock][lane]
+  T *max, *unused, *lo, *hi, *slope, *position;  // lane vectors
   LaneInt<T>* q_ids;
   T* rows;   // max(kLanes, 4) rows of max(head_dim_qk, head_dim_v, kBlock)
   T *k, *v;  // converted block
@@ -101,8 +101,7 @@ struct PanelWork {
     const int64_t dim_qk = RoundUp(head_dim_qk, kLanes<T> < 4 ? 4 : kLanes<T>);
     const int64_t dim_v = RoundUp(head_dim_v, kLanes<T> < 4 ? 4 : kLanes<T>);
     work->s = take(kBlock * kW), work->dense = take(kBlock * kW), work->seen = take(kBlock * kW);
-    work->max = take(kW), work->unused = take(kW), work->zeros = take(kW), work->delta = take(kW),
-    work->lo = take(kW), work->hi = take(kW);
+    work->max = take(kW), work->unused = take(kW), work->lo = take(kW), work->hi = take(kW);
     work->slope = take(kW), work->position = take(kW);
     work->q_ids = reinterpret_cast<LaneInt<T>*>(take(kW));
     work->rows = take(HWY_MAX(kLanes<T>, 4) * HWY_MAX(HWY_MAX(dim_qk, dim_v), kBlock));
@@ -110,7 +109,7 @@ struct PanelWork {
     work->k = take(kBlock * dim_qk), work->v = take(kBlock * dim_v);
     for (int p = 0; p < kMaxPanels; p++) {
       panels[p].qt = take(dim_qk * kW), panels[p].state.out = take(dim_v * kW);
-      panels[p].state.shift = take(kW), panels[p].state.sum = take(kW),
+      panels[p].state.reference = take(kW), panels[p].state.sum = take(kW),
       panels[p].state.threshold = take(kW);
     }
   }
@@ -188,7 +187,7 @@ HWY_INLINE void StartState(const AttentionTask& task, Panel<T>* panel) {
   const Tag<T> d;
   const PanelState<T>& state = panel->state;
   for (int w = 0; w < kPanel<T>; w += kLanes<T>) {
-    hn::Store(hn::Zero(d), d, state.shift + w);
+    hn::Store(hn::Zero(d), d, state.reference + w);
     hn::Store(hn::Zero(d), d, state.sum + w);
     hn::Store(NegativeInfinity<T>(), d, state.threshold + w);
   }
@@ -203,11 +202,11 @@ HWY_INLINE void StartState(const AttentionTask& task, Panel<T>* panel) {
     const Vec<T> logit = hn::Load(d, state.sum + w);
     const auto present = hn::Not(hn::Eq(logit, NegativeInfinity<T>()));
     const Vec<T> reference = hn::IfThenElseZero(present, hn::Ceil(logit));
-    hn::Store(hn::Neg(reference), d, state.shift + w);
+    hn::Store(reference, d, state.reference + w);
     hn::Store(hn::IfThenElseZero(present, Exp2(hn::Sub(logit, reference))), d, state.sum + w);
-    hn::Store(
-        hn::IfThenElse(present, hn::Set(d, static_cast<T>(kRaiseAbove)), NegativeInfinity<T>()), d,
-        state.threshold + w);
+    hn::Store(hn::IfThenElse(present, hn::Add(reference, hn::Set(d, static_cast<T>(kRaiseAbove))),
+                             NegativeInfinity<T>()),
+              d, state.threshold + w);
   }
 }
 
@@ -215,10 +214,7 @@ HWY_INLINE void StartState(const AttentionTask& task, Panel<T>* panel) {
 template <class T>
 HWY_INLINE void FillSteps(const AttentionTask& task, const PanelWork<T>& work,
                           const Panel<T>& panel, int64_t k0, ScoreSteps<T>* steps) {
-  if (task.softcap > 0) {
-    steps->softcap = static_cast<T>(task.softcap * kLog2E);
-    steps->shift = panel.state.shift;
-  }
+  if (task.softcap > 0) steps->softcap = static_cast<T>(task.softcap * kLog2E);
   if (task.alibi_slopes) {
     for (int w = 0; w < kPanel<T>; w++) {
       work.slope[w] = static_cast<T>(task.alibi_slopes[panel.head[w]] * kLog2E);

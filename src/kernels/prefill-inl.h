@@ -5,9 +5,9 @@
 // broadcasts, and never packed. Tiling: Dao et al., arXiv:2205.14135. Contract: AttentionTask in
 // kernels.h.
 //
-//   s^T[key][lane]  = -reference + K q^T          QkRows, over tile-inl.h
+//   s^T[key][lane]  = K q^T                       QkRows, over tile-inl.h
 //   s^T             = masks, bias, softcap ...    softmax-inl.h, only where needed
-//   p^T             = 2^(s^T)                     ExpRows
+//   p^T             = 2^(s^T - reference)         ExpRows
 //   out^T[d][lane] += V^T p^T                     PvColumns, over tile-inl.h
 #if defined(QKV_KERNELS_PREFILL_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef QKV_KERNELS_PREFILL_INL_H_
@@ -47,8 +47,8 @@ struct Ahead {
 // Scores of n keys (a multiple of kRows) for kVectors vectors of the panel.
 template <class T, int kVectors, int kRows>
 HWY_NOINLINE void QkRows(const T* HWY_RESTRICT k, size_t k_stride, size_t head_dim,
-                         const T* HWY_RESTRICT qt, const T* HWY_RESTRICT init, T* HWY_RESTRICT s,
-                         T* HWY_RESTRICT max, size_t n, const Ahead<T>& ahead) {
+                         const T* HWY_RESTRICT qt, T* HWY_RESTRICT s, T* HWY_RESTRICT max, size_t n,
+                         const Ahead<T>& ahead) {
   const Tag<T> d;
   Vec<T> mx[kVectors];
   Each<kVectors>([&](auto v) HWY_ATTR { mx[v] = hn::Load(d, max + v * kLanes<T>); });
@@ -57,7 +57,7 @@ HWY_NOINLINE void QkRows(const T* HWY_RESTRICT k, size_t k_stride, size_t head_d
     if (ahead.k) ahead.fetch(static_cast<int64_t>(x), kRows);
     Tile<T, kRows, kVectors, true>(
         k + x * k_stride, k_stride, qt, kPanel<T>, head_dim,
-        [&](auto, auto v) HWY_ATTR { return hn::Load(d, init + v * kLanes<T>); },
+        [&](auto, auto) HWY_ATTR { return hn::Zero(d); },
         [&](auto i, auto v, Vec<T> score) HWY_ATTR {
           hn::Store(score, d, to + i * kPanel<T> + v * kLanes<T>);
           mx[v] = hn::Max(mx[v], score);
@@ -67,14 +67,14 @@ HWY_NOINLINE void QkRows(const T* HWY_RESTRICT k, size_t k_stride, size_t head_d
 }
 
 template <class T, int kVectors>
-HWY_INLINE void Qk(const T* k, int64_t k_stride, int64_t head_dim, const T* qt, const T* init, T* s,
-                   T* max, int n, const Ahead<T>& ahead) {
+HWY_INLINE void Qk(const T* k, int64_t k_stride, int64_t head_dim, const T* qt, T* s, T* max, int n,
+                   const Ahead<T>& ahead) {
   const size_t ld = static_cast<size_t>(k_stride), dim = static_cast<size_t>(head_dim);
   const size_t whole = static_cast<size_t>(n) / kTileRows * kTileRows;
-  if (whole) QkRows<T, kVectors, kTileRows>(k, ld, dim, qt, init, s, max, whole, ahead);
+  if (whole) QkRows<T, kVectors, kTileRows>(k, ld, dim, qt, s, max, whole, ahead);
   ForRows<kTileRows / 2>(static_cast<size_t>(n) - whole, [&](size_t x, auto rows) HWY_ATTR {
-    QkRows<T, kVectors, rows>(k + (whole + x) * ld, ld, dim, qt, init, s + (whole + x) * kPanel<T>,
-                              max, rows, Ahead<T>{});
+    QkRows<T, kVectors, rows>(k + (whole + x) * ld, ld, dim, qt, s + (whole + x) * kPanel<T>, max,
+                              rows, Ahead<T>{});
   });
 }
 
@@ -167,24 +167,22 @@ HWY_INLINE void BlockScores(const AttentionTask& task, const PanelWork<T>& work,
     const Span span = spans.span[i];
     const int w = span.v0 * kLanes<T>;
     const bool finish = span.masked || everywhere;
-    const T* init = (task.softcap > 0 ? work.zeros : panel.state.shift) + w;
     T* max = (finish ? work.unused : work.max) + w;
-    ForPieces(block, span.begin, span.end,
-              [&](const KeyPiece<T>& piece, int begin, int n) HWY_ATTR {
-                const T* k = piece.k + (begin - piece.begin) * piece.k_stride;
-                T* s = work.s + begin * kPanel<T> + w;
-                const T* v = piece.v + (begin - piece.begin) * piece.v_stride;
-                const Ahead<T> ahead = {fetch ? k + kTileRows * piece.k_stride : nullptr,
-                                        v,
-                                        piece.k_stride,
-                                        piece.v_stride,
-                                        task.head_dim_qk,
-                                        task.head_dim_v};
-                WithVectors(span.nv, [&](auto vectors) HWY_ATTR {
-                  Qk<T, vectors>(k, piece.k_stride, task.head_dim_qk, panel.qt + w, init, s, max, n,
-                                 ahead);
-                });
-              });
+    ForPieces(
+        block, span.begin, span.end, [&](const KeyPiece<T>& piece, int begin, int n) HWY_ATTR {
+          const T* k = piece.k + (begin - piece.begin) * piece.k_stride;
+          T* s = work.s + begin * kPanel<T> + w;
+          const T* v = piece.v + (begin - piece.begin) * piece.v_stride;
+          const Ahead<T> ahead = {fetch ? k + kTileRows * piece.k_stride : nullptr,
+                                  v,
+                                  piece.k_stride,
+                                  piece.v_stride,
+                                  task.head_dim_qk,
+                                  task.head_dim_v};
+          WithVectors(span.nv, [&](auto vectors) HWY_ATTR {
+            Qk<T, vectors>(k, piece.k_stride, task.head_dim_qk, panel.qt + w, s, max, n, ahead);
+          });
+        });
     if (!finish) continue;
     ScoreSteps<T> steps = common;
     if (span.masked) {
@@ -211,8 +209,7 @@ HWY_INLINE void AttendBlock(const AttentionTask& task, const PanelWork<T>& work,
     above =
         hn::Or(above, hn::Gt(hn::Load(d, work.max + w), hn::Load(d, panel.state.threshold + w)));
   }
-  const bool raised = !hn::AllFalse(d, above);
-  if (HWY_UNLIKELY(raised)) Raise(panel.state, work.max, task.head_dim_v, work.delta);
+  if (HWY_UNLIKELY(!hn::AllFalse(d, above))) Raise(panel.state, work.max, task.head_dim_v);
   for (int i = 0; i < spans.n;) {  // neighbours with the same vectors are one run from here on
     if (kCareful) RecordSeen(work, spans.span[i]);
     Span run = spans.span[i++];
@@ -223,11 +220,7 @@ HWY_INLINE void AttendBlock(const AttentionTask& task, const PanelWork<T>& work,
     const int w = run.v0 * kLanes<T>, n = run.end - run.begin;
     T* s = work.s + run.begin * kPanel<T> + w;
     WithVectors(run.nv, [&](auto vectors) HWY_ATTR {
-      if (HWY_UNLIKELY(raised)) {
-        ExpRows<T, vectors, true>(s, work.delta + w, panel.state.sum + w, n);
-      } else {
-        ExpRows<T, vectors, false>(s, nullptr, panel.state.sum + w, n);
-      }
+      ExpRows<T, vectors>(s, panel.state.reference + w, panel.state.sum + w, n);
     });
     if (HWY_UNLIKELY(task.dropout > 0)) DropWeights(task, panel, block.begin, run, work.s);
     ForPieces(block, run.begin, run.end, [&](const KeyPiece<T>& piece, int at, int m) HWY_ATTR {

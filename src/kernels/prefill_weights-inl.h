@@ -20,7 +20,7 @@ HWY_INLINE void LoadState(const AttentionTask& task, const Panel<T>& panel) {
   const T* m = static_cast<const T*>(task.state_m) + (panel.first_row - task.row_begin);
   const T* l = static_cast<const T*>(task.state_l) + (panel.first_row - task.row_begin);
   for (int w = 0; w < kPanel<T>; w++) {
-    panel.state.shift[w] = w < panel.n_rows ? -m[w] : T{0};
+    panel.state.reference[w] = w < panel.n_rows ? m[w] : T{0};
     panel.state.sum[w] = w < panel.n_rows ? l[w] : T{0};
   }
 }
@@ -37,6 +37,7 @@ HWY_NOINLINE void StoreWeights(const AttentionTask& task, const PanelWork<T>& wo
     const Vec<T> sum = hn::Load(d, panel.state.sum + w);
     const Vec<T> factor =
         hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(d)), hn::Div(hn::Set(d, T{1}), sum));
+    const Vec<T> reference = hn::Load(d, panel.state.reference + w);
     int at = 0;
     const auto zeros = [&](int end) HWY_ATTR {
       for (; at < end; at++) hn::Store(hn::Zero(d), d, work.s + at * kPanel<T> + w);
@@ -49,7 +50,8 @@ HWY_NOINLINE void StoreWeights(const AttentionTask& task, const PanelWork<T>& wo
         T* s = work.s + at * kPanel<T> + w;
         const Vec<T> score = hn::Load(d, s);
         const auto hidden = hn::Eq(score, NegativeInfinity<T>());  // 0, even if the sum is NaN
-        hn::Store(hn::IfThenZeroElse(hidden, hn::Mul(Exp2(score), factor)), d, s);
+        hn::Store(hn::IfThenZeroElse(hidden, hn::Mul(Exp2(hn::Sub(score, reference)), factor)), d,
+                  s);
       }
     }
     zeros(static_cast<int>(RoundUp(n, 4)));

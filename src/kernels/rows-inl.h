@@ -91,7 +91,6 @@ HWY_INLINE int StartPanels(const AttentionTask& task, PanelWork<T>* work, Panel<
     at += RoundUp(n * static_cast<int64_t>(sizeof(T)), kAlignment);
     return p;
   });
-  for (int w = 0; w < kPanel<T>; w++) work->zeros[w] = T{0};
   int n = 0;
   for (int64_t row = 0; row < task.n_rows; row += kPanel<T>, n++) {
     panels[n].first_row = task.row_begin + row;
@@ -119,7 +118,7 @@ HWY_INLINE void StoreOut(const AttentionTask& task, const PanelWork<T>& work,
   if (task.state_m) {
     T* m = static_cast<T*>(task.state_m) + first;
     T* l = static_cast<T*>(task.state_l) + first;
-    for (int w = 0; w < panel.n_rows; w++) m[w] = -state.shift[w], l[w] = state.sum[w];
+    for (int w = 0; w < panel.n_rows; w++) m[w] = state.reference[w], l[w] = state.sum[w];
   }
   if (!task.out) return;
   T* factor = work.max;

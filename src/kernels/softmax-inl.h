@@ -5,7 +5,9 @@
 //
 // The reference of a row is an integer in log2 units and is raised only when a score passes it by
 // more than 8, so every correction is an exact power of two: when it happens does not change a bit,
-// and parts of a split merge exactly.
+// and parts of a split merge exactly. Scores are kept without it and lose it right before exp: as a
+// start value of the products it would save that subtraction (1 % at head dim 64) but round every
+// score in another way in each block, so that equal scores differ and weights do not sum to 1.
 #if defined(QKV_KERNELS_SOFTMAX_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef QKV_KERNELS_SOFTMAX_INL_H_
 #undef QKV_KERNELS_SOFTMAX_INL_H_
@@ -39,7 +41,6 @@ HWY_INLINE Vec<T> NegativeInfinity() {
 template <class T>
 struct ScoreSteps {
   T softcap;          // > 0: s = softcap * tanh(s)
-  const T* shift;     // added after the softcap: minus the reference
   const T* dense;     // [key][lane], added; -inf hides
   const T* slope;     // s -= slope * |position - key|
   const T* position;  // relative to the block
@@ -67,7 +68,6 @@ HWY_NOINLINE void FinishScores(const ScoreSteps<T>& steps, T* HWY_RESTRICT s, T*
       Vec<T> score = hn::Load(d, at);
       const Vec<T> key = hn::Set(d, static_cast<T>(x));
       if (steps.softcap > 0) score = hn::Mul(hn::Set(d, steps.softcap), hn::Tanh(d, score));
-      if (steps.shift) score = hn::Add(score, hn::Load(d, steps.shift + w));
       if (steps.slope) {
         const Vec<T> distance = hn::Abs(hn::Sub(hn::Load(d, steps.position + w), key));
         score = hn::NegMulAdd(hn::Load(d, steps.slope + w), distance, score);
@@ -94,32 +94,30 @@ HWY_NOINLINE void FinishScores(const ScoreSteps<T>& steps, T* HWY_RESTRICT s, T*
 // Running state of one panel; lane vectors of kPanel<T>.
 template <class T>
 struct PanelState {
-  T* shift;      // minus the reference
+  T* reference;  // m
   T* sum;        // l
-  T* threshold;  // a score (minus the reference) above it raises: 8, or -inf before the first
-                 // visible key
+  T* threshold;  // a score above it raises: m + 8, or -inf before the first visible key
   T* out;        // [head_dim_v][lane], unnormalised
 };
 
-// Raises the reference of the lanes whose maximum passed their threshold. delta: what the scores of
-// the block at hand, which were taken against the old reference, lose.
+// Raises the reference of the lanes whose maximum passed their threshold.
 template <class T>
-HWY_NOINLINE void Raise(const PanelState<T>& state, const T* HWY_RESTRICT max, int64_t head_dim_v,
-                        T* HWY_RESTRICT delta_out) {
+HWY_NOINLINE void Raise(const PanelState<T>& state, const T* HWY_RESTRICT max, int64_t head_dim_v) {
   const Tag<T> d;
   for (int w = 0; w < kPanel<T>; w += kLanes<T>) {
     const Vec<T> mx = hn::Load(d, max + w), threshold = hn::Load(d, state.threshold + w);
     const auto raise = hn::Gt(mx, threshold);
-    const Vec<T> delta = hn::IfThenElseZero(raise, hn::Ceil(mx));
-    hn::Store(delta, d, delta_out + w);
     if (hn::AllFalse(d, raise)) continue;
     const auto started = hn::Gt(threshold, NegativeInfinity<T>());
-    hn::Store(hn::Sub(hn::Load(d, state.shift + w), delta), d, state.shift + w);
-    hn::Store(hn::IfThenElse(raise, hn::Set(d, static_cast<T>(kRaiseAbove)), threshold), d,
-              state.threshold + w);
+    const Vec<T> old = hn::Load(d, state.reference + w);
+    const Vec<T> reference = hn::IfThenElse(raise, hn::Ceil(mx), old);
+    hn::Store(reference, d, state.reference + w);
+    hn::Store(hn::IfThenElse(raise, hn::Add(reference, hn::Set(d, static_cast<T>(kRaiseAbove))),
+                             threshold),
+              d, state.threshold + w);
     const auto correct = hn::And(raise, started);
     if (hn::AllFalse(d, correct)) continue;
-    const Vec<T> factor = hn::IfThenElse(correct, Exp2(hn::Neg(delta)), hn::Set(d, T{1}));
+    const Vec<T> factor = hn::IfThenElse(correct, Exp2(hn::Sub(old, reference)), hn::Set(d, T{1}));
     hn::Store(hn::Mul(hn::Load(d, state.sum + w), factor), d, state.sum + w);
     for (int64_t x = 0; x < head_dim_v; x++) {
       T* at = state.out + x * kPanel<T> + w;
@@ -128,22 +126,20 @@ HWY_NOINLINE void Raise(const PanelState<T>& state, const T* HWY_RESTRICT max, i
   }
 }
 
-// s = 2^s (kDelta: 2^(s - delta)) in place, sum += s, for n keys and kVectors vectors.
-template <class T, int kVectors, bool kDelta>
-HWY_NOINLINE void ExpRows(T* HWY_RESTRICT s, const T* HWY_RESTRICT delta, T* HWY_RESTRICT sum,
+// s = 2^(s - reference) in place, sum += s, for n keys and kVectors vectors.
+template <class T, int kVectors>
+HWY_NOINLINE void ExpRows(T* HWY_RESTRICT s, const T* HWY_RESTRICT reference, T* HWY_RESTRICT sum,
                           int n) {
   const Tag<T> d;
   constexpr int kUnroll = kVectors >= 3 ? 1 : kVectors == 2 ? 2 : 4;  // 2 to 4 vectors in flight
-  Vec<T> total[kVectors], less[kVectors];
+  Vec<T> total[kVectors], m[kVectors];
   Each<kVectors>([&](auto v) HWY_ATTR {
     total[v] = hn::Load(d, sum + v * kLanes<T>);
-    less[v] = kDelta ? hn::Load(d, delta + v * kLanes<T>) : hn::Zero(d);
+    m[v] = hn::Load(d, reference + v * kLanes<T>);
   });
   const auto row = [&](T* at) HWY_ATTR {
     Each<kVectors>([&](auto v) HWY_ATTR {
-      Vec<T> p = hn::Load(d, at + v * kLanes<T>);
-      if (kDelta) p = hn::Sub(p, less[v]);
-      p = Exp2(p);
+      const Vec<T> p = Exp2(hn::Sub(hn::Load(d, at + v * kLanes<T>), m[v]));
       hn::Store(p, d, at + v * kLanes<T>);
       total[v] = hn::Add(total[v], p);
     });
