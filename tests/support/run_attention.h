@@ -36,15 +36,15 @@ inline Results run_attention(const Problem& p, const AttentionOptions& options, 
   return r;
 }
 
-/// Errors of the plain loop in the kernel's precision: the larger one of two orders of summation.
+/// Errors of plain loops in the kernel's precision: the largest of the samples.
 struct NaiveErrors {
   double out, lse, weights;
 };
 template <class T>
 NaiveErrors naive_errors_as(const Problem& p, const reference::Forward& want) {
   NaiveErrors worst{};
-  for (bool is_reversed : {false, true}) {
-    const auto naive = naive_forward<T>(p.q, p.k, p.v, p.options, is_reversed);
+  for (Loop loop : kLoops) {
+    const auto naive = NaiveForward<T>(p.q, p.k, p.v, p.options, loop).run();
     worst.out = std::max(worst.out, max_error(naive.out, want.out));
     worst.lse = std::max(worst.lse, max_error(naive.lse, want.lse));
     worst.weights = std::max(worst.weights, max_error(naive.weights, want.weights));
