@@ -8,12 +8,7 @@ TaskMaker::TaskMaker(const Call& call, int64_t kernel_scratch_bytes)
     : call_(call),
       kernel_scratch_bytes_(kernel_scratch_bytes),
       documents_(scattered_documents(call.options->mask)),
-      has_ranges_(!call.options->mask.is_full()) {
-  for (const Mask::Term& term : call.options->mask.terms()) {
-    if (term.kind == Mask::Term::Kind::dense) dense_.push_back(term.dense);
-  }
-  if (call.options->bias) dense_.push_back(call.options->bias);
-}
+      has_ranges_(!call.options->mask.is_full()) {}
 
 kernels::AttentionTask TaskMaker::make(const TaskPlace& place, TaskMemory* memory) const {
   const Call& c = call_;
@@ -38,15 +33,17 @@ kernels::AttentionTask TaskMaker::make(const TaskPlace& place, TaskMemory* memor
                                memory->ranges.data());
     t.ranges = memory->ranges.data();
   }
-  if (!dense_.empty()) {
-    memory->dense.clear();
-    for (const ConstTensor& d : dense_) {
-      const ScoreStrides s = score_strides(d);
-      memory->dense.push_back({element_pointer(d, s.offset(place.b, first_head, 0, 0)), d.dtype,
-                               s.query, s.head, s.key, nullptr, 0, 0});
-    }
-    t.dense = memory->dense.data(), t.n_dense = static_cast<int64_t>(memory->dense.size());
+  memory->dense.clear();
+  const auto add_dense = [&](const ConstTensor& d) {
+    const ScoreStrides s = score_strides(d);
+    memory->dense.push_back({element_pointer(d, s.offset(place.b, first_head, 0, 0)), d.dtype,
+                             s.query, s.head, s.key, nullptr, 0, 0});
+  };
+  for (const Mask::Term& term : c.options->mask.terms()) {
+    if (term.kind == Mask::Term::Kind::dense) add_dense(term.dense);
   }
+  if (c.options->bias) add_dense(c.options->bias);
+  t.dense = memory->dense.data(), t.n_dense = static_cast<int64_t>(memory->dense.size());
   if (documents_) t.q_ids = documents_->q(place.b), t.kv_ids = documents_->kv(place.b);
   if (c.alibi_slopes) {
     t.alibi_slopes = c.alibi_slopes + first_head;

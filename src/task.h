@@ -43,7 +43,6 @@ class TaskMaker {
   const int64_t kernel_scratch_bytes_;
   const MaskDocuments* const documents_;
   const bool has_ranges_;
-  std::vector<ConstTensor> dense_;
 };
 
 }  // namespace qkv
