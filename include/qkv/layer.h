@@ -27,12 +27,13 @@ struct QKV_EXPORT LayerConfig {
   double softcap = 0;
 
   /// The lesson's argument order. dim_q defaults to dim_k. The sizes are checked at once.
-  static LayerConfig mha(int64_t num_heads, int64_t dim_k, int64_t dim_v, int64_t head_dim_qk, int64_t head_dim_v,
-                         int64_t dim_out, int64_t dim_q = 0);
-  static LayerConfig mqa(int64_t num_heads, int64_t dim_k, int64_t dim_v, int64_t head_dim_qk, int64_t head_dim_v,
-                         int64_t dim_out, int64_t dim_q = 0);
-  static LayerConfig gqa(int64_t num_heads, int64_t num_kv_heads, int64_t dim_k, int64_t dim_v, int64_t head_dim_qk,
+  static LayerConfig mha(int64_t num_heads, int64_t dim_k, int64_t dim_v, int64_t head_dim_qk,
                          int64_t head_dim_v, int64_t dim_out, int64_t dim_q = 0);
+  static LayerConfig mqa(int64_t num_heads, int64_t dim_k, int64_t dim_v, int64_t head_dim_qk,
+                         int64_t head_dim_v, int64_t dim_out, int64_t dim_q = 0);
+  static LayerConfig gqa(int64_t num_heads, int64_t num_kv_heads, int64_t dim_k, int64_t dim_v,
+                         int64_t head_dim_qk, int64_t head_dim_v, int64_t dim_out,
+                         int64_t dim_q = 0);
 
   int64_t group_size() const { return num_heads / num_kv_heads; }
   /// Weights and biases together.
@@ -62,39 +63,63 @@ struct QKV_EXPORT LayerWeights {
 
 struct LayerOptions {
   Mask mask{};
-  ConstTensor bias{};  ///< the lesson's additive mask [batch, n_q, n_kv] (any broadcast of [batch, num_heads, n_q, n_kv] too)
+  ConstTensor
+      bias{};  ///< the lesson's additive mask [batch, n_q, n_kv] (any broadcast of [batch, num_heads, n_q, n_kv] too)
   int num_threads = 0;
   Executor* executor = nullptr;
 };
 
-/// output [batch, n_q, dim_out]; weights head-major [num_heads * batch, n_q, n_kv], index h * batch + b, or empty: then
-/// they are never built.
+/// output [batch, n_q, dim_out]; weights head-major [num_heads * batch, n_q, n_kv], index h * batch +
+/// b, after the mask and the softmax. Either may be empty: then it is never built. Both f32, any
+/// strides with a contiguous last axis.
 struct LayerOutputs {
-  Tensor output{};
-  Tensor weights{};
+  Tensor output;
+  Tensor weights;
 };
 
 /// output = fc_o(concat over heads of attention(split(fc_q(q)), split(fc_k(k)), split(fc_v(v)), mask)).
 ///
-///   q [batch, n_q, dim_q], k [batch, n_kv, dim_k], v [batch, n_kv, dim_v]   f32, last axis contiguous
+///   q [batch, n_q, dim_q], k [batch, n_kv, dim_k], v [batch, n_kv, dim_v]   f32
 ///
-/// Weights are packed once, at construction. MQA and GQA read the shared KV head in place. A row that sees no key gives
-/// weights 0 and the output fc_o.bias. Errors and bits as attention(). One object may be used by several threads if each
-/// has its own Workspace; forward() without a workspace uses one per thread that is kept: no allocation from the second
-/// call on.
+/// Strides are free (0 broadcasts); the last axis must be contiguous. batch, n_q and n_kv may be 0.
+/// Weights are packed once, at construction, for the instruction set in force. MQA and GQA read the
+/// shared KV head in place. A row that sees no key gives weights 0 and the output fc_o.bias.
+/// Numerics and bits as attention(): the same for any number of threads and any batch.
+/// Memory: the projected q, k, v and the heads' outputs live in a Workspace, which grows to the largest
+/// call and is kept: nothing of it is allocated from the second call on.
+/// Throws Error before an output is written if shapes, dtypes, strides or options do not fit; the text
+/// names the shapes.
+/// One object may be used by several threads at once if each has its own Workspace.
 class QKV_EXPORT AttentionLayer {
  public:
-  class Workspace;
+  /// The memory of forward(). Movable; not for two calls at once.
+  class QKV_EXPORT Workspace {
+   public:
+    Workspace();
+    ~Workspace();
+    Workspace(Workspace&&) noexcept;
+    Workspace& operator=(Workspace&&) noexcept;
+    int64_t size_bytes() const { return size_bytes_; }
+
+   private:
+    friend class AttentionLayer;
+    float* data_ = nullptr;
+    int64_t size_bytes_ = 0;
+    bool is_busy_ = false;
+  };
 
   explicit AttentionLayer(const LayerWeights& weights);
-  static AttentionLayer from_weights(const LayerWeights& weights) { return AttentionLayer(weights); }
+  static AttentionLayer from_weights(const LayerWeights& weights) {
+    return AttentionLayer(weights);
+  }
   ~AttentionLayer();
   AttentionLayer(AttentionLayer&&) noexcept;
   AttentionLayer& operator=(AttentionLayer&&) noexcept;
 
   const LayerConfig& config() const;
+  /// workspace: nullptr uses one that this thread keeps.
   void forward(ConstTensor q, ConstTensor k, ConstTensor v, const LayerOutputs& outputs,
-               const LayerOptions& options = {}) const;
+               const LayerOptions& options = {}, Workspace* workspace = nullptr) const;
 
  private:
   struct Impl;
