@@ -38,8 +38,8 @@ void expect_definition(const LayerProblem& p) {
   SCOPED_TRACE(p.text());
   const LayerValues want = plain_layer<double>(p);
   double output_error = 0, weights_error = 0;
-  for (bool is_reversed : {false, true}) {
-    const LayerValues plain = plain_layer<float>(p, is_reversed);
+  for (Loop loop : kLoops) {
+    const LayerValues plain = plain_layer<float>(p, loop);
     output_error = std::max(output_error, max_error(plain.output, want.output));
     weights_error = std::max(weights_error, max_error(plain.weights, want.weights));
   }

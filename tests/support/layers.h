@@ -75,15 +75,14 @@ struct LayerValues {
 /// x w^T + bias in T, summed upwards or downwards.
 template <class T>
 std::vector<T> plain_projection(const std::vector<double>& x, const std::vector<float>& w,
-                                const std::vector<float>& bias, int64_t n, int64_t k,
-                                bool is_reversed) {
+                                const std::vector<float>& bias, int64_t n, int64_t k, Loop loop) {
   std::vector<T> y;
   const int64_t rows = static_cast<int64_t>(x.size()) / k;
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t j = 0; j < n; ++j) {
       T sum = 0;
       for (int64_t u = 0; u < k; ++u) {
-        const int64_t at = is_reversed ? k - 1 - u : u;
+        const int64_t at = loop == Loop::downwards ? k - 1 - u : u;
         sum += static_cast<T>(x[static_cast<size_t>(i * k + at)]) *
                static_cast<T>(w[static_cast<size_t>(j * k + at)]);
       }
@@ -96,16 +95,16 @@ std::vector<T> plain_projection(const std::vector<double>& x, const std::vector<
 
 /// The layer in plain loops. T double: the definition. T float: what its rounding costs.
 template <class T>
-LayerValues plain_layer(const LayerProblem& p, bool is_reversed = false) {
+LayerValues plain_layer(const LayerProblem& p, Loop loop = Loop::upwards) {
   const LayerWeights& w = p.weights;
   const LayerConfig& c = w.config;
   const int64_t h = c.num_heads, h_kv = c.num_kv_heads;
   std::vector<T> q = plain_projection<T>(p.q.values(), w.fc_q_weight, w.fc_q_bias,
-                                         h * c.head_dim_qk, c.dim_q, is_reversed);
+                                         h * c.head_dim_qk, c.dim_q, loop);
   std::vector<T> k = plain_projection<T>(p.k.values(), w.fc_k_weight, w.fc_k_bias,
-                                         h_kv * c.head_dim_qk, c.dim_k, is_reversed);
+                                         h_kv * c.head_dim_qk, c.dim_k, loop);
   std::vector<T> v = plain_projection<T>(p.v.values(), w.fc_v_weight, w.fc_v_bias,
-                                         h_kv * c.head_dim_v, c.dim_v, is_reversed);
+                                         h_kv * c.head_dim_v, c.dim_v, loop);
   const auto split = [&](std::vector<T>& x, int64_t heads, int64_t tokens, int64_t dim) {
     return Tensor(x.data(), {p.batch, heads, tokens, dim},
                   {tokens * heads * dim, dim, heads * dim, 1});
@@ -118,7 +117,7 @@ LayerValues plain_layer(const LayerProblem& p, bool is_reversed = false) {
   if constexpr (std::is_same_v<T, double>) {
     heads = reference::forward(qs, ks, vs, o);
   } else {
-    heads = naive_forward<T>(qs, ks, vs, o, is_reversed);
+    heads = NaiveForward<T>(qs, ks, vs, o, loop).run();
   }
   std::vector<double> merged;  // [batch, n_q, num_heads * head_dim_v]
   for (int64_t b = 0; b < p.batch; ++b)
@@ -128,8 +127,8 @@ LayerValues plain_layer(const LayerProblem& p, bool is_reversed = false) {
           merged.push_back(
               heads.out[static_cast<size_t>(((b * h + head) * p.n_q + i) * c.head_dim_v + d)]);
   LayerValues result;
-  for (T y : plain_projection<T>(merged, w.fc_o_weight, w.fc_o_bias, c.dim_out, h * c.head_dim_v,
-                                 is_reversed))
+  for (T y :
+       plain_projection<T>(merged, w.fc_o_weight, w.fc_o_bias, c.dim_out, h * c.head_dim_v, loop))
     result.output.push_back(static_cast<double>(y));
   for (int64_t head = 0; head < h; ++head)
     for (int64_t b = 0; b < p.batch; ++b)
