@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tier: kernel (compiled once per Highway target). Rows of any element type in and out of the
-// arithmetic type, and 4 x 4 transposes between natural rows and panels. A new element type is a
-// case here.
+// arithmetic type. A new element type is a case here.
 #if defined(QKV_KERNELS_CONVERT_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef QKV_KERNELS_CONVERT_INL_H_
 #undef QKV_KERNELS_CONVERT_INL_H_
@@ -126,81 +125,6 @@ HWY_INLINE void StoreRow(const float* HWY_RESTRICT src, DType t, int64_t n, void
 HWY_INLINE void StoreRow(const double* HWY_RESTRICT src, DType, int64_t n, void* dst) {
   __builtin_memcpy(dst, src, static_cast<size_t>(n) * sizeof(double));
 }
-
-// Transposes between natural rows and panels, four rows (or four panel rows) at a time.
-//
-// RowsToLanes: out[x * stride + i] = rows[i][x] * factor for i < 4, x < n. n is a multiple of 4.
-template <class T>
-HWY_INLINE void RowsToLanes(const T* const* rows, int64_t n, T factor, T* HWY_RESTRICT out,
-                            int64_t stride) {
-  for (int64_t x = 0; x < n; x++) {
-    for (int i = 0; i < 4; i++) out[x * stride + i] = rows[i][x] * factor;
-  }
-}
-// LanesToRows: to(i)[x] = in[x * stride + i] * factor[i] for i < kLanes<T>, x < 4.
-template <class T, class To>
-HWY_INLINE void LanesToRows(const T* HWY_RESTRICT in, int64_t stride, const T* HWY_RESTRICT factor,
-                            To to) {
-  for (int i = 0; i < kLanes<T>; i++) {
-    for (int x = 0; x < 4; x++) to(i)[x] = in[x * stride + i] * factor[i];
-  }
-}
-
-#if HWY_TARGET != HWY_SCALAR
-// Transposes the 4 x 4 blocks of four vectors: block b of r[i] holds element i of block b of each.
-template <class D, class V>
-HWY_INLINE void TransposeBlocks(D d, V& r0, V& r1, V& r2, V& r3) {
-  const V a = hn::InterleaveLower(d, r0, r2), b = hn::InterleaveUpper(d, r0, r2);
-  const V c = hn::InterleaveLower(d, r1, r3), e = hn::InterleaveUpper(d, r1, r3);
-  r0 = hn::InterleaveLower(d, a, c), r1 = hn::InterleaveUpper(d, a, c);
-  r2 = hn::InterleaveLower(d, b, e), r3 = hn::InterleaveUpper(d, b, e);
-}
-// Stores the 128-bit blocks of v: block b at to(b).
-template <class D, class V, class To>
-HWY_INLINE void StoreBlocks(D d, V v, int first, To to) {
-  if constexpr (hn::MaxLanes(D()) <= 4) {
-    hn::StoreU(v, d, to(first));
-  } else {
-    const hn::Half<D> half;
-    constexpr int kBlocks = static_cast<int>(hn::MaxLanes(D())) / 8;
-    StoreBlocks(half, hn::LowerHalf(half, v), first, to);
-    StoreBlocks(half, hn::UpperHalf(half, v), first + kBlocks, to);
-  }
-}
-template <class D>
-HWY_INLINE void RowsToLanesOf(D d, const float* const* rows, int64_t x, float factor,
-                              float* HWY_RESTRICT out, int64_t stride) {
-  const auto f = hn::Set(d, factor);
-  auto r0 = hn::Mul(hn::LoadU(d, rows[0] + x), f), r1 = hn::Mul(hn::LoadU(d, rows[1] + x), f);
-  auto r2 = hn::Mul(hn::LoadU(d, rows[2] + x), f), r3 = hn::Mul(hn::LoadU(d, rows[3] + x), f);
-  TransposeBlocks(d, r0, r1, r2, r3);
-  float* HWY_RESTRICT to = out + x * stride;
-  StoreBlocks(d, r0, 0, [&](int b) HWY_ATTR { return to + 4 * b * stride; });
-  StoreBlocks(d, r1, 0, [&](int b) HWY_ATTR { return to + (4 * b + 1) * stride; });
-  StoreBlocks(d, r2, 0, [&](int b) HWY_ATTR { return to + (4 * b + 2) * stride; });
-  StoreBlocks(d, r3, 0, [&](int b) HWY_ATTR { return to + (4 * b + 3) * stride; });
-}
-HWY_INLINE void RowsToLanes(const float* const* rows, int64_t n, float factor,
-                            float* HWY_RESTRICT out, int64_t stride) {
-  int64_t x = 0;
-  for (; x + kLanes<float> <= n; x += kLanes<float>)
-    RowsToLanesOf(Tag<float>(), rows, x, factor, out, stride);
-  for (; x < n; x += 4) RowsToLanesOf(hn::Full128<float>(), rows, x, factor, out, stride);
-}
-template <class To>
-HWY_INLINE void LanesToRows(const float* HWY_RESTRICT in, int64_t stride,
-                            const float* HWY_RESTRICT factor, To to) {
-  const Tag<float> d;
-  const auto f = hn::Load(d, factor);
-  auto r0 = hn::Mul(hn::Load(d, in), f), r1 = hn::Mul(hn::Load(d, in + stride), f);
-  auto r2 = hn::Mul(hn::Load(d, in + 2 * stride), f), r3 = hn::Mul(hn::Load(d, in + 3 * stride), f);
-  TransposeBlocks(d, r0, r1, r2, r3);
-  StoreBlocks(d, r0, 0, [&](int b) HWY_ATTR { return to(4 * b); });
-  StoreBlocks(d, r1, 0, [&](int b) HWY_ATTR { return to(4 * b + 1); });
-  StoreBlocks(d, r2, 0, [&](int b) HWY_ATTR { return to(4 * b + 2); });
-  StoreBlocks(d, r3, 0, [&](int b) HWY_ATTR { return to(4 * b + 3); });
-}
-#endif
 
 }  // namespace HWY_NAMESPACE
 }  // namespace qkv::kernels

@@ -14,8 +14,8 @@
 #define QKV_KERNELS_DECODE_INL_H_
 #endif
 
-#include "kernels/decode_scores-inl.h"
 #include "kernels/decode_rows-inl.h"
+#include "kernels/decode_scores-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace qkv::kernels {

@@ -11,6 +11,7 @@
 
 #include "kernels/convert-inl.h"
 #include "kernels/softmax-inl.h"
+#include "kernels/transpose-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace qkv::kernels {
@@ -88,26 +89,28 @@ HWY_NOINLINE void LoadDense(const AttentionTask& task, const PanelT& panel, int6
                             T* HWY_RESTRICT tile) {
   const T hidden = -static_cast<T>(__builtin_inff());
   const int n = end - begin;
-  for (int w = 0; w < kPanel<T>; w += 4) {
+  const T* natural[kLanes<T>];
+  for (int w = 0; w < kPanel<T>; w += kLanes<T>) {
     for (int64_t i = 0; i < task.n_dense; i++) {
       const DenseTerm& term = task.dense[i];
-      for (int r = 0; r < 4; r++) {
+      for (int r = 0; r < kLanes<T>; r++) {
         const int64_t offset = panel.token[w + r] * term.token_stride +
                                panel.head[w + r] * term.head_stride +
                                (k0 + begin) * term.key_stride;
         DenseRow(term, offset, n, rows + r * row_stride);
+        natural[r] = rows + r * row_stride;
       }
-      const T* const quad[4] = {rows, rows + row_stride, rows + 2 * row_stride,
-                                rows + 3 * row_stride};
-      const int whole = n / 4 * 4;
-      if (i == 0) RowsToLanes(quad, whole, T{1}, tile + begin * kPanel<T> + w, kPanel<T>);
-      for (int x = i == 0 ? whole : 0; x < n; x++) {
-        for (int r = 0; r < 4; r++) {
+      if (i == 0) {
+        RowsToPanel(natural, n, T{1}, tile + begin * kPanel<T> + w, kPanel<T>);
+        continue;
+      }
+      for (int x = 0; x < n; x++) {  // a key hidden by one term stays hidden
+        for (int r = 0; r < kLanes<T>; r++) {
           T* sum = tile + (begin + x) * kPanel<T> + w + r;
-          if (i == 0 || quad[r][x] == hidden) {
-            *sum = quad[r][x];
+          if (natural[r][x] == hidden) {
+            *sum = hidden;
           } else if (*sum != hidden) {
-            *sum += quad[r][x];
+            *sum += natural[r][x];
           }
         }
       }

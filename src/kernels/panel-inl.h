@@ -90,7 +90,7 @@ struct PanelWork {
   T *s, *dense, *seen;                           // [kBlock][lane]
   T *max, *unused, *lo, *hi, *slope, *position;  // lane vectors
   LaneInt<T>* q_ids;
-  T* rows;   // max(kLanes, 4) rows of max(head_dim_qk, head_dim_v, kBlock)
+  T* rows;   // kLanes rows of max(head_dim_qk, head_dim_v, kBlock)
   T *k, *v;  // converted block
   int64_t k_stride, v_stride;
 
@@ -98,13 +98,15 @@ struct PanelWork {
   template <class Take>
   static void layout(int64_t head_dim_qk, int64_t head_dim_v, PanelWork* work, Panel<T>* panels,
                      Take take) {
-    const int64_t dim_qk = RoundUp(head_dim_qk, kLanes<T> < 4 ? 4 : kLanes<T>);
-    const int64_t dim_v = RoundUp(head_dim_v, kLanes<T> < 4 ? 4 : kLanes<T>);
-    work->s = take(kBlock * kW), work->dense = take(kBlock * kW), work->seen = take(kBlock * kW);
-    work->max = take(kW), work->unused = take(kW), work->lo = take(kW), work->hi = take(kW);
+    const int64_t dim_qk = RoundUp(head_dim_qk, kLanes<T>);
+    const int64_t dim_v = RoundUp(head_dim_v, kLanes<T>);
+    work->s = take(kBlock * kW), work->dense = take((kBlock + kLanes<T>)*kW),
+    work->seen = take(kBlock * kW);
+    work->max = take(kW), work->unused = take(kW),
+    work->lo = take(kW), work->hi = take(kW);
     work->slope = take(kW), work->position = take(kW);
     work->q_ids = reinterpret_cast<LaneInt<T>*>(take(kW));
-    work->rows = take(HWY_MAX(kLanes<T>, 4) * HWY_MAX(HWY_MAX(dim_qk, dim_v), kBlock));
+    work->rows = take(kLanes<T> * HWY_MAX(HWY_MAX(dim_qk, dim_v), kBlock));
     work->k_stride = dim_qk, work->v_stride = dim_v;
     work->k = take(kBlock * dim_qk), work->v = take(kBlock * dim_v);
     for (int p = 0; p < kMaxPanels; p++) {

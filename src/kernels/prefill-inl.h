@@ -162,7 +162,7 @@ HWY_INLINE void BlockScores(const AttentionTask& task, const PanelWork<T>& work,
     common.dense = work.dense;
   }
   const bool everywhere = common.softcap > 0 || common.slope || common.dense || common.q_ids;
-  bool has_masked = false;
+  bool has_ranges = false;
   for (int i = 0; i < spans.n; i++) {
     const Span span = spans.span[i];
     const int w = span.v0 * kLanes<T>;
@@ -184,12 +184,16 @@ HWY_INLINE void BlockScores(const AttentionTask& task, const PanelWork<T>& work,
           });
         });
     if (!finish) continue;
-    ScoreSteps<T> steps = common;
-    if (span.masked) {
-      if (!has_masked) panel.relative_ranges(block.begin, work.lo, work.hi);
-      has_masked = true;
-      steps.lo = work.lo, steps.hi = work.hi;
+    if (span.masked && !has_ranges) {
+      panel.relative_ranges(block.begin, work.lo, work.hi);
+      has_ranges = true;
     }
+    if (!everywhere) {
+      HideOutside(work.lo, work.hi, work.s, work.max, span.begin, span.end, span.v0, span.nv);
+      continue;
+    }
+    ScoreSteps<T> steps = common;
+    if (span.masked) steps.lo = work.lo, steps.hi = work.hi;
     FinishScores(steps, work.s, work.max, span.begin, span.end, span.v0, span.nv);
   }
 }

@@ -54,19 +54,17 @@ HWY_NOINLINE void StoreWeights(const AttentionTask& task, const PanelWork<T>& wo
                   s);
       }
     }
-    zeros(static_cast<int>(RoundUp(n, 4)));
+    zeros(static_cast<int>(RoundUp(n, kLanes<T>)));
   }
-  const int64_t stride = kBlock;
+  T* natural[kLanes<T>];
+  for (int i = 0; i < kLanes<T>; i++) natural[i] = work.rows + i * kBlock;
   for (int w = 0; w < kPanel<T>; w += kLanes<T>) hn::Store(hn::Set(d, T{1}), d, work.max + w);
   for (int w = 0; w < panel.n_rows; w += kLanes<T>) {
-    for (int x = 0; x < n; x += 4) {
-      LanesToRows(work.s + x * kPanel<T> + w, kPanel<T>, work.max,
-                  [&](int i) HWY_ATTR { return work.rows + i * stride + x; });
-    }
+    PanelToRows(work.s + w, kPanel<T>, work.max, n, natural);
     for (int i = 0; i < HWY_MIN(kLanes<T>, panel.n_rows - w); i++) {
       T* row = static_cast<T*>(task.weights) + panel.token[w + i] * task.weights_token_stride +
                panel.head[w + i] * task.weights_head_stride;
-      __builtin_memcpy(row + k0, work.rows + i * stride, static_cast<size_t>(n) * sizeof(T));
+      __builtin_memcpy(row + k0, natural[i], static_cast<size_t>(n) * sizeof(T));
     }
   }
 }

@@ -9,6 +9,7 @@
 #endif
 
 #include "kernels/panel-inl.h"
+#include "kernels/transpose-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace qkv::kernels {
@@ -44,41 +45,39 @@ HWY_INLINE void PrefetchKeys(const AttentionTask& task) {
   }
 }
 
-// Q^T of a panel, times scale and log2(e). Rows in the arithmetic type are read in place; others,
-// and what is left of a row behind its last four elements, go through work.rows.
+// Q^T of a panel, times scale and log2(e). Whole vectors of rows in the arithmetic type are read in place; other types, the
+// end of a row and lanes without a row go through work.rows.
 template <class T>
 HWY_INLINE void PackQueries(const AttentionTask& task, const PanelWork<T>& work,
                             const Panel<T>* next, Panel<T>* panel) {
   const double to_log2 = task.softcap > 0 ? 1.0 / task.softcap : kLog2E;
   const T factor = static_cast<T>(task.scale * to_log2);
   const int64_t stride = work.k_stride, dim = task.head_dim_qk;
-  const int lanes = static_cast<int>(RoundUp(panel->n_rows, HWY_MAX(kLanes<T>, 4)));
-  for (int w = 0; w < lanes; w += 4) {  // vectors without any row are never read
-    if (next) {
-      for (int i = 0; i < 4; i++) PrefetchQuery(task, *next, w + i);
-    }
-    const T* rows[4];
+  for (int w = 0; w < panel->n_rows; w += kLanes<T>) {  // vectors without any row are never read
+    const T* rows[kLanes<T>];
     int64_t done = 0;
-    const bool in_place = task.q_dtype == kArithmetic<T> && w + 4 <= panel->n_rows;
-    if (in_place) {
-      for (int i = 0; i < 4; i++) {
+    if (task.q_dtype == kArithmetic<T> && w + kLanes<T> <= panel->n_rows) {
+      for (int i = 0; i < kLanes<T>; i++) {
+        if (next) PrefetchQuery(task, *next, w + i);
         rows[i] = static_cast<const T*>(task.q) + panel->token[w + i] * task.q_token_stride +
                   panel->head[w + i] * task.q_head_stride;
       }
-      done = dim / 4 * 4;
-      RowsToLanes(rows, done, factor, panel->qt + w, kPanel<T>);
+      done = dim / kLanes<T> * kLanes<T>;
+      RowsToPanel(rows, done, factor, panel->qt + w, kPanel<T>);
       if (done == dim) continue;
     }
-    for (int i = 0; i < 4; i++) {
+    const int64_t rest = dim - done;
+    for (int i = 0; i < kLanes<T>; i++) {
       T* row = work.rows + i * stride;
-      rows[i] = row + done;
-      for (int64_t x = done; x < RoundUp(dim, 4); x++) row[x] = T{0};
+      rows[i] = row;
+      for (int64_t x = w + i < panel->n_rows ? rest : 0; x < RoundUp(rest, kLanes<T>); x++)
+        row[x] = T{0};
       if (w + i >= panel->n_rows) continue;  // lanes without a row compute with zeros
       const int64_t offset = panel->token[w + i] * task.q_token_stride +
                              panel->head[w + i] * task.q_head_stride + done;
-      LoadRow(Advance(task.q, task.q_dtype, offset), task.q_dtype, dim - done, T{1}, row + done);
+      LoadRow(Advance(task.q, task.q_dtype, offset), task.q_dtype, rest, T{1}, row);
     }
-    RowsToLanes(rows, RoundUp(dim, 4) - done, factor, panel->qt + done * kPanel<T> + w, kPanel<T>);
+    RowsToPanel(rows, rest, factor, panel->qt + done * kPanel<T> + w, kPanel<T>);
   }
 }
 
@@ -127,33 +126,29 @@ HWY_INLINE void StoreOut(const AttentionTask& task, const PanelWork<T>& work,
     const Vec<T> inverse = hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(d)), hn::Div(one, sum));
     hn::Store(task.unnormalised ? one : inverse, d, factor + w);
   }
-  // Lanes that go straight to their rows; the rest through work.rows.
+  // Whole vectors go straight to their rows; the rest through work.rows.
   const DType dtype = task.unnormalised ? kArithmetic<T> : task.out_dtype;
   for (int w = 0; w < panel.n_rows; w += kLanes<T>) {
     const int n = HWY_MIN(kLanes<T>, panel.n_rows - w);
     T* rows[kLanes<T>];
-    for (int i = 0; i < n; i++) {
-      const int64_t offset = task.unnormalised ? (first + w + i) * dim
-                                               : panel.token[w + i] * task.out_token_stride +
-                                                     panel.head[w + i] * task.out_head_stride;
+    T* natural[kLanes<T>];
+    for (int i = 0; i < kLanes<T>; i++) {
+      natural[i] = work.rows + i * stride;
+      const int lane = HWY_MIN(w + i, panel.n_rows - 1);
+      const int64_t offset = task.unnormalised ? (first + lane) * dim
+                                               : panel.token[lane] * task.out_token_stride +
+                                                     panel.head[lane] * task.out_head_stride;
       rows[i] = static_cast<T*>(Advance(task.out, dtype, offset));
     }
     int64_t done = 0;
     if (n == kLanes<T> && dtype == kArithmetic<T>) {
-      for (; done + 4 <= dim; done += 4) {
-        LanesToRows(state.out + done * kPanel<T> + w, kPanel<T>, factor + w,
-                    [&](int i) HWY_ATTR { return rows[i] + done; });
-      }
+      done = dim / kLanes<T> * kLanes<T>;
+      PanelToRows(state.out + w, kPanel<T>, factor + w, done, rows);
+      if (done == dim) continue;
     }
-    if (done == dim) continue;
-    T* HWY_RESTRICT natural = work.rows;  // [kLanes][stride]
-    for (int64_t x = done; x < dim; x += 4) {
-      LanesToRows(state.out + x * kPanel<T> + w, kPanel<T>, factor + w,
-                  [&](int i) HWY_ATTR { return natural + i * stride + x; });
-    }
+    PanelToRows(state.out + done * kPanel<T> + w, kPanel<T>, factor + w, dim - done, natural);
     for (int i = 0; i < n; i++) {
-      StoreRow(natural + i * stride + done, dtype, dim - done,
-               Advance(static_cast<void*>(rows[i]), dtype, done));
+      StoreRow(natural[i], dtype, dim - done, Advance(static_cast<void*>(rows[i]), dtype, done));
     }
   }
 }

@@ -91,6 +91,28 @@ HWY_NOINLINE void FinishScores(const ScoreSteps<T>& steps, T* HWY_RESTRICT s, T*
   }
 }
 
+// The same where ranges are the only step, which is what a causal diagonal needs.
+template <class T>
+HWY_NOINLINE void HideOutside(const T* HWY_RESTRICT lo_all, const T* HWY_RESTRICT hi_all,
+                              T* HWY_RESTRICT s, T* HWY_RESTRICT max, int begin, int end, int v0,
+                              int nv) {
+  const Tag<T> d;
+  const Vec<T> hidden = NegativeInfinity<T>();
+  for (int w = v0 * kLanes<T>; w < (v0 + nv) * kLanes<T>; w += kLanes<T>) {
+    const Vec<T> lo = hn::Load(d, lo_all + w), hi = hn::Load(d, hi_all + w);
+    Vec<T> mx = hn::Load(d, max + w);
+    Vec<T> key = hn::Set(d, static_cast<T>(begin));
+    for (int x = begin; x < end; x++) {
+      const auto visible = hn::And(hn::Ge(key, lo), hn::Lt(key, hi));
+      const Vec<T> score = hn::IfThenElse(visible, hn::Load(d, s + x * kPanel<T> + w), hidden);
+      hn::Store(score, d, s + x * kPanel<T> + w);
+      mx = hn::Max(mx, score);
+      key = hn::Add(key, hn::Set(d, T{1}));
+    }
+    hn::Store(mx, d, max + w);
+  }
+}
+
 // Running state of one panel; lane vectors of kPanel<T>.
 template <class T>
 struct PanelState {

@@ -142,10 +142,11 @@ HWY_INLINE V AtLeast(V low, V s) {
 HWY_INLINE Vec<float> Exp2(Vec<float> s) {
   const Tag<float> d;
 #if HWY_TARGET <= HWY_AVX3
-  // vreduceps gives s - round(s), and 0 for infinities; vscalefps underflows by itself. The only
-  // intrinsics here.
-  const Vec<float> f{_mm512_reduce_ps(s.raw, 0)};
+  // For s = -inf, f and the polynomial are NaN, but vscalefps of NaN by -inf is 0 by definition; it
+  // also underflows by itself. The only intrinsic here. vreduceps for f is slower (5.0 against 3.5
+  // cycles per vector on Zen 5).
   const Vec<float> r = hn::Round(s);
+  const Vec<float> f = hn::Sub(s, r);
 #else
   s = AtLeast(hn::Set(d, -127.0f), s);
   const Vec<float> magic = hn::Set(d, 12582912.0f);  // 1.5 * 2^23: leaves round(s) in the low bits
