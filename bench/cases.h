@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: benchmark. The one table of attention cases: benchmarks, `qkv bench` and the comparison with peers read it. A new
+// case is a row. reach_*: the fraction of the FMA peak that the case is meant to reach on one core.
+#pragma once
+#include <cstdint>
+
+namespace qkv::bench {
+
+enum class CaseMask { full, causal, window256 };
+
+struct AttentionCase {
+  const char* name;
+  int64_t batch, num_heads, num_kv_heads, n_q, n_kv, head_dim;
+  CaseMask mask;  // causal and window: bottom-right
+  double reach_avx512, reach_avx2;
+};
+
+inline constexpr AttentionCase kAttentionCases[] = {
+    {"full-n512-d64", 1, 8, 8, 512, 512, 64, CaseMask::full, 0.93, 0.89},
+    {"full-n2048-d64", 1, 8, 8, 2048, 2048, 64, CaseMask::full, 0.93, 0.89},
+    {"full-n8192-d64", 1, 8, 8, 8192, 8192, 64, CaseMask::full, 0.93, 0.89},
+    {"full-n1024-d80", 1, 8, 8, 1024, 1024, 80, CaseMask::full, 0.95, 0.92},
+    {"full-n1024-d96", 1, 8, 8, 1024, 1024, 96, CaseMask::full, 0.95, 0.92},
+    {"full-n1024-d128", 1, 8, 8, 1024, 1024, 128, CaseMask::full, 0.95, 0.92},
+    {"full-n1024-d256", 1, 8, 8, 1024, 1024, 256, CaseMask::full, 0.95, 0.92},
+    {"full-n128-d64", 1, 8, 8, 128, 128, 64, CaseMask::full, 0.88, 0.80},
+    {"full-n128-d128", 1, 8, 8, 128, 128, 128, CaseMask::full, 0.91, 0.83},
+    {"causal-n4096-d64", 1, 8, 8, 4096, 4096, 64, CaseMask::causal, 0.91, 0.87},
+    {"causal-n2048-d64", 1, 8, 8, 2048, 2048, 64, CaseMask::causal, 0.91, 0.87},
+    {"causal-n2048-d128", 1, 8, 8, 2048, 2048, 128, CaseMask::causal, 0.925, 0.89},
+    {"causal-n512-d64", 1, 8, 8, 512, 512, 64, CaseMask::causal, 0.88, 0.83},
+    {"causal-n512-d128", 1, 8, 8, 512, 512, 128, CaseMask::causal, 0.90, 0.85},
+    {"causal-n128-d64", 1, 8, 8, 128, 128, 64, CaseMask::causal, 0.74, 0.64},
+    {"causal-n128-d128", 1, 8, 8, 128, 128, 128, CaseMask::causal, 0.77, 0.68},
+    {"gqa4-causal-n1024-d128", 1, 32, 8, 1024, 1024, 128, CaseMask::causal, 0.90, 0.87},
+    {"mqa32-causal-n1024-d128", 1, 32, 1, 1024, 1024, 128, CaseMask::causal, 0.90, 0.87},
+    {"bert-b8-h12-n128-d64", 8, 12, 12, 128, 128, 64, CaseMask::full, 0.85, 0.78},
+    {"bert-b8-h12-n384-d64", 8, 12, 12, 384, 384, 64, CaseMask::full, 0.89, 0.84},
+    {"vit-b8-h12-n197-d64", 8, 12, 12, 197, 197, 64, CaseMask::full, 0.82, 0.74},
+    {"odd-n1023-d72", 1, 8, 8, 1023, 1023, 72, CaseMask::full, 0.88, 0.84},
+    {"chunk-q64-kv4096-d64", 1, 8, 8, 64, 4096, 64, CaseMask::causal, 0.88, 0.84},
+    {"chunk-q64-kv4096-gqa4-d128", 1, 32, 8, 64, 4096, 128, CaseMask::causal, 0.92, 0.88},
+    {"window256-n4096-d64", 1, 8, 8, 4096, 4096, 64, CaseMask::window256, 0.78, 0.72},
+    // The lesson's operator: microseconds count, not the fraction (4 us at d 16, 6 us at d 64).
+    {"lesson-b10-h8-d16", 10, 8, 8, 2, 4, 16, CaseMask::full, 0, 0},
+    {"lesson-b10-h8-d64", 10, 8, 8, 2, 4, 64, CaseMask::full, 0, 0},
+};
+
+}  // namespace qkv::bench
