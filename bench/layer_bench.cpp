@@ -1,0 +1,223 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: benchmark. Layers and projections on one thread, as fractions of the roof of the same seconds. One output is compared
+// with plain loops in double before anything is timed.
+//   flop of a projection: 2 m k n; of a layer: its four projections and 2 visible pairs (head_dim_qk + head_dim_v) per head.
+//   m = 1 and few rows: bytes of the weights, against the read bandwidth.
+#include <benchmark/benchmark.h>
+#include <fmt/format.h>
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#include "projection.h"
+#include "qkv/layer.h"
+#include "qkv/runtime.h"
+#include "reference.h"
+#include "sample.h"
+
+namespace qkv::bench {
+namespace {
+
+struct LinearCase {
+  const char* name;
+  int64_t m, k, n;
+  bool is_read_bound;
+};
+
+constexpr LinearCase kLinearCases[] = {
+    {"lesson_q", 20, 128, 128, false},       {"lesson_v", 40, 64, 128, false},
+    {"minilm", 128, 384, 384, false},        {"prefill_512", 2048, 512, 1536, false},
+    {"prefill_768", 1024, 768, 768, false},  {"prefill_4096", 512, 4096, 4096, false},
+    {"decode_4096", 1, 4096, 4096, true},    {"decode_batch_4", 4, 4096, 4096, true},
+    {"decode_batch_8", 8, 4096, 4096, true},
+};
+
+struct LayerCase {
+  const char* name;
+  int64_t batch, n_q, n_kv, num_heads, num_kv_heads, dim_k, dim_v, head_dim, dim_out;
+  bool is_causal;
+};
+
+constexpr LayerCase kLayerCases[] = {
+    {"lesson_mha", 10, 2, 4, 8, 8, 128, 64, 16, 8, false},
+    {"lesson_mqa", 10, 2, 4, 8, 1, 128, 64, 16, 8, false},
+    {"long_2048", 1, 2048, 2048, 8, 8, 512, 512, 64, 512, false},
+    {"bert_8x128", 8, 128, 128, 12, 12, 768, 768, 64, 768, false},
+    {"gqa_512_causal", 1, 512, 512, 32, 8, 2048, 2048, 64, 2048, true},
+};
+
+std::vector<float> normal(int64_t n, double deviation) {
+  static std::mt19937_64 random(1);
+  std::normal_distribution<float> distribution(0, static_cast<float>(deviation));
+  std::vector<float> x(static_cast<size_t>(n));
+  for (float& v : x) v = distribution(random);
+  return x;
+}
+
+void require(bool ok, const std::string& name, double error) {
+  if (ok) return;
+  std::fprintf(stderr, "layer_bench: %s is wrong by %g\n", name.c_str(), error);
+  std::exit(1);
+}
+
+double dot(const float* x, const float* w, int64_t k) {
+  double sum = 0;
+  for (int64_t u = 0; u < k; ++u) sum += static_cast<double>(x[u]) * static_cast<double>(w[u]);
+  return sum;
+}
+
+void run_linear(benchmark::State& state, const LinearCase& c) {
+  const std::vector<float> w = normal(c.n * c.k, 1 / std::sqrt(static_cast<double>(c.k)));
+  const std::vector<float> bias = normal(c.n, 1);
+  const Projection projection(w, bias, c.n, c.k);
+  const Buffer x(c.m * c.k * 4), y(c.m * c.n * 4);
+  const std::vector<float> values = normal(c.m * c.k, 1);
+  std::copy(values.begin(), values.end(), x.floats());
+  const ProjectionJob job{&projection, 1, c.m, x.floats(), 0, c.k, y.floats(), 0, c.n};
+  const auto call = [&] { project({&job, 1}, 1, nullptr); };
+  call();
+  double error = 0;
+  for (int64_t t = 0; t < 200; ++t) {
+    const int64_t i = t * 37 % c.m, j = t * 101 % c.n;
+    const double want = dot(x.floats() + i * c.k, w.data() + j * c.k, c.k) +
+                        static_cast<double>(bias[static_cast<size_t>(j)]);
+    error = std::max(error, std::fabs(want - static_cast<double>(y.floats()[i * c.n + j])));
+  }
+  require(error < 1e-4, c.name, error);
+  Work work;
+  if (c.is_read_bound) {
+    work.bytes = static_cast<double>(4 * c.n * c.k);
+  } else {
+    work.flop = static_cast<double>(2 * c.m * c.k * c.n);
+  }
+  sample(state, work, call);
+}
+
+LayerWeights random_weights(const LayerCase& c) {
+  LayerWeights w;
+  w.config = LayerConfig::gqa(c.num_heads, c.num_kv_heads, c.dim_k, c.dim_v, c.head_dim, c.head_dim,
+                              c.dim_out);
+  const auto weight = [](int64_t n, int64_t k) {
+    return normal(n * k, 1 / std::sqrt(static_cast<double>(k)));
+  };
+  w.fc_q_weight = weight(c.num_heads * c.head_dim, c.dim_k),
+  w.fc_q_bias = normal(c.num_heads * c.head_dim, 0.1);
+  w.fc_k_weight = weight(c.num_kv_heads * c.head_dim, c.dim_k),
+  w.fc_k_bias = normal(c.num_kv_heads * c.head_dim, 0.1);
+  w.fc_v_weight = weight(c.num_kv_heads * c.head_dim, c.dim_v),
+  w.fc_v_bias = normal(c.num_kv_heads * c.head_dim, 0.1);
+  w.fc_o_weight = weight(c.dim_out, c.num_heads * c.head_dim), w.fc_o_bias = normal(c.dim_out, 0.1);
+  return w;
+}
+
+// The last output row of batch entry 0, in double.
+std::vector<double> last_row(const LayerCase& c, const LayerWeights& w, const float* q,
+                             const float* k, const float* v) {
+  const auto rows = [](const float* x, int64_t first, int64_t count,
+                       const std::vector<float>& weight, const std::vector<float>& bias,
+                       int64_t width) {
+    std::vector<double> y;
+    for (int64_t i = first; i < first + count; ++i)
+      for (size_t j = 0; j < bias.size(); ++j)
+        y.push_back(dot(x + i * width, weight.data() + static_cast<int64_t>(j) * width, width) +
+                    static_cast<double>(bias[j]));
+    return y;
+  };
+  std::vector<double> qs = rows(q, c.n_q - 1, 1, w.fc_q_weight, w.fc_q_bias, c.dim_k);
+  std::vector<double> ks = rows(k, 0, c.n_kv, w.fc_k_weight, w.fc_k_bias, c.dim_k);
+  std::vector<double> vs = rows(v, 0, c.n_kv, w.fc_v_weight, w.fc_v_bias, c.dim_v);
+  const auto heads = [&](std::vector<double>& x, int64_t num_heads, int64_t tokens) {
+    return Tensor(x.data(), {1, num_heads, tokens, c.head_dim},
+                  {tokens * num_heads * c.head_dim, c.head_dim, num_heads * c.head_dim, 1});
+  };
+  const reference::Forward f =
+      reference::forward(heads(qs, c.num_heads, 1), heads(ks, c.num_kv_heads, c.n_kv),
+                         heads(vs, c.num_kv_heads, c.n_kv));
+  std::vector<double> row;
+  const int64_t width = c.num_heads * c.head_dim;
+  for (int64_t j = 0; j < c.dim_out; ++j) {
+    double sum = static_cast<double>(w.fc_o_bias[static_cast<size_t>(j)]);
+    for (int64_t u = 0; u < width; ++u)
+      sum += f.out[static_cast<size_t>(u)] *
+             static_cast<double>(w.fc_o_weight[static_cast<size_t>(j * width + u)]);
+    row.push_back(sum);
+  }
+  return row;
+}
+
+double layer_flop(const LayerCase& c) {
+  const double rows_q = static_cast<double>(c.batch * c.n_q),
+               rows_kv = static_cast<double>(c.batch * c.n_kv);
+  const double width = static_cast<double>(c.num_heads * c.head_dim),
+               width_kv = static_cast<double>(c.num_kv_heads * c.head_dim);
+  const double projections = rows_q * width * static_cast<double>(c.dim_k + c.dim_out) +
+                             rows_kv * width_kv * static_cast<double>(c.dim_k + c.dim_v);
+  const Mask mask = c.is_causal ? Mask::causal_bottom_right() : Mask::full();
+  const double pairs =
+      static_cast<double>(mask.count_visible({c.batch, c.num_heads, c.n_q, c.n_kv}));
+  return 2 * projections + 2 * pairs * static_cast<double>(2 * c.head_dim);
+}
+
+void run_layer(benchmark::State& state, const LayerCase& c, bool want_weights) {
+  const LayerWeights w = random_weights(c);
+  const AttentionLayer layer(w);
+  const Buffer q(c.batch * c.n_q * c.dim_k * 4), k(c.batch * c.n_kv * c.dim_k * 4),
+      v(c.batch * c.n_kv * c.dim_v * 4);
+  const Buffer out(c.batch * c.n_q * c.dim_out * 4),
+      weights(want_weights ? c.num_heads * c.batch * c.n_q * c.n_kv * 4 : 0);
+  const auto fill = [](const Buffer& to, int64_t n) {
+    const std::vector<float> x = normal(n, 1);
+    std::copy(x.begin(), x.end(), to.floats());
+  };
+  fill(q, c.batch * c.n_q * c.dim_k), fill(k, c.batch * c.n_kv * c.dim_k),
+      fill(v, c.batch * c.n_kv * c.dim_v);
+  LayerOutputs to;
+  to.output = Tensor(out.floats(), {c.batch, c.n_q, c.dim_out});
+  if (want_weights) to.weights = Tensor(weights.floats(), {c.num_heads * c.batch, c.n_q, c.n_kv});
+  LayerOptions options;
+  options.num_threads = 1;
+  if (c.is_causal) options.mask = Mask::causal_bottom_right();
+  const ConstTensor tq(q.floats(), {c.batch, c.n_q, c.dim_k}),
+      tk(k.floats(), {c.batch, c.n_kv, c.dim_k}), tv(v.floats(), {c.batch, c.n_kv, c.dim_v});
+  const auto call = [&] { layer.forward(tq, tk, tv, to, options); };
+  call();
+  const std::vector<double> want = last_row(c, w, q.floats(), k.floats(), v.floats());
+  double error = 0;
+  for (int64_t j = 0; j < c.dim_out; ++j)
+    error =
+        std::max(error, std::fabs(want[static_cast<size_t>(j)] -
+                                  static_cast<double>(out.floats()[(c.n_q - 1) * c.dim_out + j])));
+  require(error < 1e-4, c.name, error);
+  Work work;
+  work.flop = layer_flop(c);
+  sample(state, work, call);
+}
+
+}  // namespace
+}  // namespace qkv::bench
+
+int main(int argc, char** argv) {
+  using namespace qkv::bench;
+  benchmark::Initialize(&argc, argv);
+  pin_to_core(0);
+  for (const LinearCase& c : kLinearCases)
+    add_case(fmt::format("linear/{}/m:{}/k:{}/n:{}", c.name, c.m, c.k, c.n),
+             [&c](benchmark::State& state) { run_linear(state, c); });
+  for (const LayerCase& c : kLayerCases) {
+    add_case(fmt::format("layer/{}", c.name),
+             [&c](benchmark::State& state) { run_layer(state, c, false); });
+    if (c.n_q < 512) {
+      add_case(fmt::format("layer/{}/with_weights", c.name),
+               [&c](benchmark::State& state) { run_layer(state, c, true); });
+    }
+  }
+  const qkv::Info info = qkv::info();
+  benchmark::AddCustomContext("isa", info.isa + " (" + info.isa_reason + ")");
+  benchmark::AddCustomContext("cpu", info.cpu);
+  benchmark::AddCustomContext("compiler", info.compiler);
+  benchmark::RunSpecifiedBenchmarks();
+  return 0;
+}

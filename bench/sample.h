@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tier: benchmark. One way to measure: samples of a call between samples of the roof, so that a machine whose speed swings
+// is compared with itself. Best and median of each, and their ratios.
+#pragma once
+#include <benchmark/benchmark.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+
+#include "roof.h"
+
+namespace qkv::bench {
+
+/// What a call does. The roof is the FMA peak, or the read bandwidth where bytes are what counts (flop 0).
+struct Work {
+  double flop = 0;
+  double bytes = 0;
+  bool one_thread = true;  // CPU time of this thread; else wall time
+};
+
+inline constexpr int kSamples = 21;
+
+/// The body of a benchmark with manual time and kSamples iterations; a sample is as many calls as take 0.3 ms, after one
+/// that is not timed. Counters: us_best, us_median, rate (GFLOP/s or GB/s) and roof, both best, of_roof_best,
+/// of_roof_median.
+inline void sample(benchmark::State& state, const Work& work, const std::function<void()>& call) {
+  const bool is_compute = work.flop > 0;
+  const auto clock = is_compute && work.one_thread ? thread_seconds : wall_seconds;
+  const double amount = is_compute ? work.flop : work.bytes;
+  double start = clock();
+  call();
+  const double first = std::max(clock() - start, 1e-9);
+  const auto calls = static_cast<int64_t>(std::clamp(3e-4 / first, 1.0, 1e4));
+  Rates rates, roofs;
+  for (auto _ : state) {
+    for (int i = 0; i < (is_compute ? 3 : 1); ++i)
+      roofs.add(is_compute ? fma_peak_gflops() : read_gbps(static_cast<int64_t>(work.bytes)));
+    call();
+    start = clock();
+    for (int64_t i = 0; i < calls; ++i) call();
+    const double seconds = (clock() - start) / static_cast<double>(calls);
+    rates.add(amount / seconds * 1e-9);
+    state.SetIterationTime(seconds);
+  }
+  state.counters["us_best"] = amount / rates.best() * 1e-3;
+  state.counters["us_median"] = amount / rates.median() * 1e-3;
+  state.counters["rate"] = rates.best();
+  state.counters["roof"] = roofs.best();
+  state.counters["of_roof_best"] = rates.best() / roofs.best();
+  state.counters["of_roof_median"] = rates.median() / roofs.median();
+}
+
+/// Registers a benchmark that sample() runs.
+inline void add_case(const std::string& name, const std::function<void(benchmark::State&)>& body) {
+  benchmark::RegisterBenchmark(name.c_str(), body)
+      ->UseManualTime()
+      ->Iterations(kSamples)
+      ->Unit(benchmark::kMicrosecond);
+}
+
+}  // namespace qkv::bench
