@@ -1,17 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: benchmark. Layers and projections on one thread, as fractions of the roof of the same seconds. One output is compared
-// with plain loops in double before anything is timed.
-//   flop of a projection: 2 m k n; of a layer: its four projections and 2 visible pairs (head_dim_qk + head_dim_v) per head.
-//   m = 1 and few rows: bytes of the weights, against the read bandwidth.
+// Tier: benchmark. Layers and projections of cases.h as fractions of the roof of the same seconds.
+// One output is compared with plain loops in double before anything is timed.
+//   flop of a projection: 2 m k n; of a layer: its four projections and, per head,
+//   2 visible pairs (head_dim_qk + head_dim_v). Few rows: bytes of the weights, read bandwidth.
+//
+//   layer_bench [--benchmark_filter=lesson]    QKV_ISA and QKV_BENCH_THREADS (default 1)
 #include <benchmark/benchmark.h>
-#include <fmt/format.h>
 
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <string>
+#include <string_view>
 #include <vector>
 
+#include "cases.h"
 #include "projection.h"
 #include "qkv/layer.h"
 #include "qkv/runtime.h"
@@ -20,34 +24,6 @@
 
 namespace qkv::bench {
 namespace {
-
-struct LinearCase {
-  const char* name;
-  int64_t m, k, n;
-  bool is_read_bound;
-};
-
-constexpr LinearCase kLinearCases[] = {
-    {"lesson_q", 20, 128, 128, false},       {"lesson_v", 40, 64, 128, false},
-    {"minilm", 128, 384, 384, false},        {"prefill_512", 2048, 512, 1536, false},
-    {"prefill_768", 1024, 768, 768, false},  {"prefill_4096", 512, 4096, 4096, false},
-    {"decode_4096", 1, 4096, 4096, true},    {"decode_batch_4", 4, 4096, 4096, true},
-    {"decode_batch_8", 8, 4096, 4096, true},
-};
-
-struct LayerCase {
-  const char* name;
-  int64_t batch, n_q, n_kv, num_heads, num_kv_heads, dim_k, dim_v, head_dim, dim_out;
-  bool is_causal;
-};
-
-constexpr LayerCase kLayerCases[] = {
-    {"lesson_mha", 10, 2, 4, 8, 8, 128, 64, 16, 8, false},
-    {"lesson_mqa", 10, 2, 4, 8, 1, 128, 64, 16, 8, false},
-    {"long_2048", 1, 2048, 2048, 8, 8, 512, 512, 64, 512, false},
-    {"bert_8x128", 8, 128, 128, 12, 12, 768, 768, 64, 768, false},
-    {"gqa_512_causal", 1, 512, 512, 32, 8, 2048, 2048, 64, 2048, true},
-};
 
 std::vector<float> normal(int64_t n, double deviation) {
   static std::mt19937_64 random(1);
@@ -63,6 +39,14 @@ void require(bool ok, const std::string& name, double error) {
   std::exit(1);
 }
 
+// Threads of the environment.
+int num_threads() {
+  const char* text = std::getenv("QKV_BENCH_THREADS");
+  return text != nullptr ? std::atoi(text) : 1;
+}
+
+bool is_avx2() { return std::string_view(roof_target()) == "AVX2"; }
+
 double dot(const float* x, const float* w, int64_t k) {
   double sum = 0;
   for (int64_t u = 0; u < k; ++u) sum += static_cast<double>(x[u]) * static_cast<double>(w[u]);
@@ -77,7 +61,7 @@ void run_linear(benchmark::State& state, const LinearCase& c) {
   const std::vector<float> values = normal(c.m * c.k, 1);
   std::copy(values.begin(), values.end(), x.floats());
   const ProjectionJob job{&projection, 1, c.m, x.floats(), 0, c.k, y.floats(), 0, c.n};
-  const auto call = [&] { project({&job, 1}, 1, nullptr); };
+  const auto call = [&] { project({&job, 1}, num_threads(), nullptr); };
   call();
   double error = 0;
   for (int64_t t = 0; t < 200; ++t) {
@@ -88,6 +72,8 @@ void run_linear(benchmark::State& state, const LinearCase& c) {
   }
   require(error < 1e-4, c.name, error);
   Work work;
+  work.num_threads = num_threads();
+  work.reach = is_avx2() ? c.reach_avx2 : c.reach_avx512;
   if (c.is_read_bound) {
     work.bytes = static_cast<double>(4 * c.n * c.k);
   } else {
@@ -155,7 +141,7 @@ double layer_flop(const LayerCase& c) {
                width_kv = static_cast<double>(c.num_kv_heads * c.head_dim);
   const double projections = rows_q * width * static_cast<double>(c.dim_k + c.dim_out) +
                              rows_kv * width_kv * static_cast<double>(c.dim_k + c.dim_v);
-  const Mask mask = c.is_causal ? Mask::causal_bottom_right() : Mask::full();
+  const Mask mask = c.mask == CaseMask::causal ? Mask::causal_bottom_right() : Mask::full();
   const double pairs =
       static_cast<double>(mask.count_visible({c.batch, c.num_heads, c.n_q, c.n_kv}));
   return 2 * projections + 2 * pairs * static_cast<double>(2 * c.head_dim);
@@ -178,8 +164,8 @@ void run_layer(benchmark::State& state, const LayerCase& c, bool want_weights) {
   to.output = Tensor(out.floats(), {c.batch, c.n_q, c.dim_out});
   if (want_weights) to.weights = Tensor(weights.floats(), {c.num_heads * c.batch, c.n_q, c.n_kv});
   LayerOptions options;
-  options.num_threads = 1;
-  if (c.is_causal) options.mask = Mask::causal_bottom_right();
+  options.num_threads = num_threads();
+  if (c.mask == CaseMask::causal) options.mask = Mask::causal_bottom_right();
   const ConstTensor tq(q.floats(), {c.batch, c.n_q, c.dim_k}),
       tk(k.floats(), {c.batch, c.n_kv, c.dim_k}), tv(v.floats(), {c.batch, c.n_kv, c.dim_v});
   const auto call = [&] { layer.forward(tq, tk, tv, to, options); };
@@ -192,6 +178,8 @@ void run_layer(benchmark::State& state, const LayerCase& c, bool want_weights) {
                                   static_cast<double>(out.floats()[(c.n_q - 1) * c.dim_out + j])));
   require(error < 1e-4, c.name, error);
   Work work;
+  work.num_threads = num_threads();
+  work.reach = is_avx2() ? c.reach_avx2 : c.reach_avx512;
   work.flop = layer_flop(c);
   sample(state, work, call);
 }
@@ -202,17 +190,14 @@ void run_layer(benchmark::State& state, const LayerCase& c, bool want_weights) {
 int main(int argc, char** argv) {
   using namespace qkv::bench;
   benchmark::Initialize(&argc, argv);
-  pin_to_core(0);
+  if (num_threads() == 1) pin_to_core(1);
   for (const LinearCase& c : kLinearCases)
-    add_case(fmt::format("linear/{}/m:{}/k:{}/n:{}", c.name, c.m, c.k, c.n),
-             [&c](benchmark::State& state) { run_linear(state, c); });
+    add_case(c.name, [&c](benchmark::State& state) { run_linear(state, c); });
   for (const LayerCase& c : kLayerCases) {
-    add_case(fmt::format("layer/{}", c.name),
-             [&c](benchmark::State& state) { run_layer(state, c, false); });
-    if (c.n_q < 512) {
-      add_case(fmt::format("layer/{}/with_weights", c.name),
-               [&c](benchmark::State& state) { run_layer(state, c, true); });
-    }
+    add_case(c.name, [&c](benchmark::State& state) { run_layer(state, c, false); });
+    if (c.reach_avx512 > 0) continue;  // in a small layer the weights show
+    add_case(std::string(c.name) + "-weights",
+             [&c](benchmark::State& state) { run_layer(state, c, true); });
   }
   const qkv::Info info = qkv::info();
   benchmark::AddCustomContext("isa", info.isa + " (" + info.isa_reason + ")");

@@ -1,32 +1,35 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: benchmark. One way to measure: samples of a call between samples of the roof, so that a machine whose speed swings
-// is compared with itself. Best and median of each, and their ratios.
+// Tier: benchmark. Samples of a call between samples of the roof, so that a machine whose speed
+// swings is compared with itself. Best and median of each, and their ratios.
 #pragma once
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <string>
 
 #include "roof.h"
 
 namespace qkv::bench {
 
-/// What a call does. The roof is the FMA peak, or the read bandwidth where bytes are what counts (flop 0).
+/// What a call does. The roof is the FMA peak, or the read bandwidth where bytes are what counts
+/// (flop 0); times num_threads.
 struct Work {
   double flop = 0;
   double bytes = 0;
-  bool one_thread = true;  // CPU time of this thread; else wall time
+  int num_threads = 1;  // 1: CPU time of this thread (compute), else wall time
+  double reach = 0;     // the fraction that is meant to be reached; shown
 };
 
 inline constexpr int kSamples = 21;
 
-/// The body of a benchmark with manual time and kSamples iterations; a sample is as many calls as take 0.3 ms, after one
-/// that is not timed. Counters: us_best, us_median, rate (GFLOP/s or GB/s) and roof, both best, of_roof_best,
-/// of_roof_median.
+/// The body of a benchmark with manual time and kSamples iterations. A sample is as many calls as
+/// take 0.3 ms, after one that is not timed. Counters: rate (GFLOP/s or GB/s) and roof, the best of
+/// each; best and median, their ratios; best_us and median_us.
 inline void sample(benchmark::State& state, const Work& work, const std::function<void()>& call) {
   const bool is_compute = work.flop > 0;
-  const auto clock = is_compute && work.one_thread ? thread_seconds : wall_seconds;
+  const auto clock = is_compute && work.num_threads == 1 ? thread_seconds : wall_seconds;
   const double amount = is_compute ? work.flop : work.bytes;
   double start = clock();
   call();
@@ -43,12 +46,13 @@ inline void sample(benchmark::State& state, const Work& work, const std::functio
     rates.add(amount / seconds * 1e-9);
     state.SetIterationTime(seconds);
   }
-  state.counters["us_best"] = amount / rates.best() * 1e-3;
-  state.counters["us_median"] = amount / rates.median() * 1e-3;
   state.counters["rate"] = rates.best();
-  state.counters["roof"] = roofs.best();
-  state.counters["of_roof_best"] = rates.best() / roofs.best();
-  state.counters["of_roof_median"] = rates.median() / roofs.median();
+  state.counters["roof"] = roofs.best() * work.num_threads;
+  state.counters["best"] = rates.best() / (roofs.best() * work.num_threads);
+  state.counters["median"] = rates.median() / (roofs.median() * work.num_threads);
+  state.counters["reach"] = work.reach;
+  state.counters["best_us"] = amount / rates.best() * 1e-3;
+  state.counters["median_us"] = amount / rates.median() * 1e-3;
 }
 
 /// Registers a benchmark that sample() runs.

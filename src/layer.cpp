@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: call. AttentionLayer: checks every argument, projects q, k and v into a workspace, attends on
-// views of it, projects the heads' outputs. Nothing is written before all checks have passed.
+// Tier: call. AttentionLayer: checks every argument, projects q, k and v into a workspace, attends
+// on views of it, projects the heads' outputs. Nothing is written before all checks have passed.
 #include "qkv/layer.h"
 
 #include <fmt/format.h>
@@ -14,7 +14,6 @@
 
 namespace qkv {
 namespace {
-
 
 const Check kCheck("AttentionLayer::forward");
 
@@ -89,8 +88,8 @@ constexpr int64_t kAlignFloats = kernels::kAlignment / 4;
 
 int64_t aligned(int64_t n) { return (n + kAlignFloats - 1) / kAlignFloats * kAlignFloats; }
 
-// Token-major rows [batch, tokens, num_heads * dim]: what a projection reads, and writes where heads
-// are not whole vectors.
+// Token-major rows [batch, tokens, num_heads * dim]: what a projection reads, and writes where
+// heads are not whole vectors.
 Heads token_major(int64_t batch, int64_t tokens, int64_t num_heads, int64_t dim) {
   Heads h;
   h.row_stride = num_heads * dim;
@@ -103,8 +102,8 @@ Heads token_major(int64_t batch, int64_t tokens, int64_t num_heads, int64_t dim)
   return h;
 }
 
-// [num_heads, batch, tokens, dim]: each head's rows in one piece, which attention reads fastest (Zen
-// 5: as fast as separate tensors).
+// [num_heads, batch, tokens, dim]: each head's rows in one piece, which attention reads fastest
+// (Zen 5: as fast as separate tensors).
 Heads head_major(int64_t batch, int64_t tokens, int64_t num_heads, int64_t dim) {
   Heads h;
   h.row_stride = dim;

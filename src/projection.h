@@ -41,8 +41,8 @@ class Projection {
 };
 
 /// y[g, i, :] = x[g, i, :] w^T + bias for `groups` groups of `rows` rows. Strides in elements. The
-/// columns of y may be cut into heads of y_head columns (a multiple of block()) that lie y_head_stride
-/// apart; y_head = 0: one piece.
+/// columns of y may be cut into heads of y_head columns (a multiple of block()) that lie
+/// y_head_stride apart; y_head = 0: one piece.
 struct ProjectionJob {
   const Projection* projection;
   int64_t groups, rows;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: test. AttentionLayer against the layer in plain loops, its bits under threads and batches, its
-// memory and its refusals.
+// Tier: test. AttentionLayer against the layer in plain loops, its bits under threads and batches,
+// its memory and its refusals.
 #include "qkv/layer.h"
 
 #include <gtest/gtest.h>
@@ -222,7 +222,8 @@ TEST(Layer, AloneOrInABatch_SameBits) {
   }
 }
 
-// Inputs and outputs in other memory orders: rows apart, batch entries apart, one batch entry for all.
+// Inputs and outputs in other memory orders: rows apart, batch entries apart, one batch entry for
+// all.
 TEST(Layer, AnyStrides_SameBits) {
   const int64_t batch = 3, n_q = 7, n_kv = 9;
   for (const LayerConfig& c : {odd_gqa(), LayerConfig::mqa(4, 32, 32, 32, 32, 32)}) {

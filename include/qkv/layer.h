@@ -69,15 +69,15 @@ struct LayerOptions {
   Executor* executor = nullptr;
 };
 
-/// output [batch, n_q, dim_out]; weights head-major [num_heads * batch, n_q, n_kv], index h * batch +
-/// b, after the mask and the softmax. Either may be empty: then it is never built. Both f32, any
-/// strides with a contiguous last axis.
+/// output [batch, n_q, dim_out]; weights head-major [num_heads * batch, n_q, n_kv], index
+/// h * batch + b, after the mask and the softmax. Either may be empty: then it is never built. Both
+/// f32, any strides with a contiguous last axis.
 struct LayerOutputs {
   Tensor output;
   Tensor weights;
 };
 
-/// output = fc_o(concat over heads of attention(split(fc_q(q)), split(fc_k(k)), split(fc_v(v)), mask)).
+/// output = fc_o(concat over heads of attention(split(fc_q(q)), split(fc_k(k)), split(fc_v(v))))
 ///
 ///   q [batch, n_q, dim_q], k [batch, n_kv, dim_k], v [batch, n_kv, dim_v]   f32
 ///
@@ -85,10 +85,10 @@ struct LayerOutputs {
 /// Weights are packed once, at construction, for the instruction set in force. MQA and GQA read the
 /// shared KV head in place. A row that sees no key gives weights 0 and the output fc_o.bias.
 /// Numerics and bits as attention(): the same for any number of threads and any batch.
-/// Memory: the projected q, k, v and the heads' outputs live in a Workspace, which grows to the largest
-/// call and is kept: nothing of it is allocated from the second call on.
-/// Throws Error before an output is written if shapes, dtypes, strides or options do not fit; the text
-/// names the shapes.
+/// Memory: the projected q, k, v and the heads' outputs live in a Workspace, which grows to the
+/// largest call and is kept: nothing of it is allocated from the second call on.
+/// Throws Error before an output is written if shapes, dtypes, strides or options do not fit; the
+/// text names the shapes.
 /// One object may be used by several threads at once if each has its own Workspace.
 class QKV_EXPORT AttentionLayer {
  public:

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: kernel (compiled once per Highway target). Called by linear-inl.h: a few rows of x times one
-// panel of packed weights, or several panels side by side, for one chunk of k.
+// Tier: kernel (compiled once per Highway target). Called by linear-inl.h: a few rows of x times
+// one panel of packed weights, or several panels side by side, for one chunk of k.
 #if defined(QKV_KERNELS_LINEAR_ROWS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef QKV_KERNELS_LINEAR_ROWS_INL_H_
 #undef QKV_KERNELS_LINEAR_ROWS_INL_H_
