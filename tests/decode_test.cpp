@@ -22,14 +22,15 @@ using kernels::KvSegment;
 constexpr float kUntouched = -7.0f;
 
 struct Problem {
-  int64_t n_q = 4, n_kv = 301, group = 3, dim_qk = 20, dim_v = 13;
+  int64_t n_q = 4, n_kv, group = 3, dim_qk = 20, dim_v = 13;
   DType kv_dtype = DType::f32;
   std::vector<float> q;
   test::GuardedBuffer k, v;  // rows end at a forbidden page
   std::vector<RowRange> ranges;
   double softcap = 0, dropout = 0;
 
-  explicit Problem(uint32_t seed, DType dtype = DType::f32) : kv_dtype(dtype) {
+  explicit Problem(uint32_t seed, DType dtype = DType::f32, int64_t num_keys = 301)
+      : n_kv(num_keys), kv_dtype(dtype) {
     std::mt19937 random(seed);
     std::normal_distribution<float> normal;
     q.resize(static_cast<size_t>(n_q * group * dim_qk));
@@ -125,6 +126,35 @@ TEST(Decode, KeysInPages_SameBitsAsContiguous) {
           << name(dtype) << ", page_size " << page_size;
     }
   }
+}
+
+// Up to four keys in one piece are a path of their own; in two pieces they are not.
+TEST(Decode, FewKeysInPages_SameBitsAsContiguous) {
+  for (const int64_t n_kv : {2, 3, 4, 5, 16}) {
+    for (const bool is_causal : {false, true}) {
+      for (const int64_t dim : {1, 16, 19}) {
+        Problem p(9, DType::f32, n_kv);
+        p.dim_qk = std::min(p.dim_qk, dim),
+        p.dim_v = std::min(p.dim_v, dim);  // shorter rows of the same data
+        for (int64_t i = 0; i < p.n_q; ++i) {
+          p.ranges[static_cast<size_t>(i)] = {0, is_causal ? std::max<int64_t>(i - 1, 0) : n_kv};
+        }
+        for (int64_t rows = 1; rows <= p.num_rows(); ++rows) {
+          const Result whole = attend(p, 0, rows, p.pages(n_kv));
+          EXPECT_TRUE(attend(p, 0, rows, p.pages(1)) == whole)
+              << "n_kv " << n_kv << ", rows " << rows;
+        }
+      }
+    }
+  }
+}
+
+TEST(Decode, FewKeysWithHiddenNan_ReachNoRow) {
+  Problem p(10, DType::f32, 4);
+  for (auto& range : p.ranges) range = {0, 3};
+  const Result clean = attend(p, 0, p.num_rows(), p.pages(4));
+  p.set_key(3, std::numeric_limits<float>::quiet_NaN());
+  EXPECT_TRUE(attend(p, 0, p.num_rows(), p.pages(4)) == clean);
 }
 
 TEST(Decode, RowsAlone_SameBitsAsTogether) {

@@ -16,6 +16,7 @@
 
 #include "kernels/decode_rows-inl.h"
 #include "kernels/decode_scores-inl.h"
+#include "kernels/decode_small-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace qkv::kernels {
@@ -267,7 +268,7 @@ HWY_INLINE void StoreDecode(const AttentionTask& task, const DecodeWork<T>& work
   for (int r = 0; r < work.rows; r++) {
     const DecodeRow<T>& row = work.row[r];
     T* out = work.out + r * work.out_stride;
-    const T l = hn::GetLane(hn::SumOfLanes(d, hn::Load(d, work.sum + r * kLanes<T>)));
+    const T l = SumOfLanes(hn::Load(d, work.sum + r * kLanes<T>));
     if (task.state_m)
       static_cast<T*>(task.state_m)[r] = row.reference, static_cast<T*>(task.state_l)[r] = l;
     if (!task.out) continue;
@@ -308,6 +309,9 @@ HWY_INLINE void WithKv(DType dtype, F f) {
 
 template <class T>
 void Decode(const AttentionTask& task) {
+  if constexpr (sizeof(T) == 4) {
+    if (IsSmall(task) && DecodeSmall(task)) return;
+  }
   DecodeWork<T> work;
   const RowRange needed = StartDecode(task, &work);
   WithKv<T>(task.kv_dtype, [&](auto kv, auto convert) HWY_ATTR {

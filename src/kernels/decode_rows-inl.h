@@ -75,16 +75,28 @@ HWY_INLINE auto SumBlocks(D d, V v) {  // adds the 128-bit blocks
 }
 #endif
 
+#if HWY_TARGET != HWY_SCALAR
+// Lane i of every 128-bit block = sum of this block of the i-th vector.
+HWY_INLINE Vec<float> SumFourths(Vec<float> a, Vec<float> b, Vec<float> c, Vec<float> e) {
+  const Tag<float> d;
+  const auto ac = hn::Add(hn::InterleaveLower(d, a, c), hn::InterleaveUpper(d, a, c));
+  const auto be = hn::Add(hn::InterleaveLower(d, b, e), hn::InterleaveUpper(d, b, e));
+  return hn::Add(hn::InterleaveLower(d, ac, be), hn::InterleaveUpper(d, ac, be));
+}
+// Every lane = the sum of the lanes of its block.
+template <class V>
+HWY_INLINE V SumInBlocks(V v) {
+  v = hn::Add(v, hn::Shuffle1032(v));
+  return hn::Add(v, hn::Shuffle2301(v));
+}
+#endif
+
 // to[i] = sum of the lanes of the i-th vector; the same tree for each.
 HWY_INLINE void StoreSums(Vec<float> a, Vec<float> b, Vec<float> c, Vec<float> e, float* to) {
 #if HWY_TARGET == HWY_SCALAR
   to[0] = hn::GetLane(a), to[1] = hn::GetLane(b), to[2] = hn::GetLane(c), to[3] = hn::GetLane(e);
 #else
-  const Tag<float> d;
-  const auto ac = hn::Add(hn::InterleaveLower(d, a, c), hn::InterleaveUpper(d, a, c));
-  const auto be = hn::Add(hn::InterleaveLower(d, b, e), hn::InterleaveUpper(d, b, e));
-  const auto sums = hn::Add(hn::InterleaveLower(d, ac, be), hn::InterleaveUpper(d, ac, be));
-  hn::StoreU(SumBlocks(d, sums), hn::Full128<float>(), to);
+  hn::StoreU(SumBlocks(Tag<float>(), SumFourths(a, b, c, e)), hn::Full128<float>(), to);
 #endif
 }
 HWY_INLINE void StoreSums(Vec<double> a, Vec<double> b, Vec<double> c, Vec<double> e, double* to) {
@@ -96,6 +108,31 @@ HWY_INLINE void StoreSums(Vec<double> a, Vec<double> b, Vec<double> c, Vec<doubl
   const auto ce = hn::Add(hn::InterleaveLower(d, c, e), hn::InterleaveUpper(d, c, e));
   hn::StoreU(SumBlocks(d, ab), hn::Full128<double>(), to);
   hn::StoreU(SumBlocks(d, ce), hn::Full128<double>(), to + 2);
+#endif
+}
+
+// 128-bit blocks first: the same bits whether the blocks behind the first are empty or not there.
+HWY_INLINE float SumOfLanes(Vec<float> v) {
+#if HWY_TARGET == HWY_SCALAR
+  return hn::GetLane(v);
+#else
+  return hn::GetLane(SumInBlocks(SumBlocks(Tag<float>(), v)));
+#endif
+}
+HWY_INLINE double SumOfLanes(Vec<double> v) {
+  return hn::GetLane(hn::SumOfLanes(Tag<double>(), v));
+}
+
+// Writes the first n < kLanes elements, and nothing behind them.
+template <class T>
+HWY_INLINE void StoreTail(Vec<T> v, int n, T* p) {
+  const Tag<T> d;
+#if HWY_TARGET <= HWY_AVX2 && HWY_ARCH_X86
+  hn::BlendedStore(v, hn::FirstN(d, static_cast<size_t>(n)), d, p);
+#else
+  alignas(64) T room[kLanes<T>];
+  hn::Store(v, d, room);
+  for (int i = 0; i < n; i++) p[i] = room[i];
 #endif
 }
 
