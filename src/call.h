@@ -2,6 +2,7 @@
 // Tier: plan. One validated call of attention(): numbers only, nothing left to check.
 #pragma once
 #include <cstdint>
+#include <span>
 
 #include "kernels/kernels.h"
 #include "mask_terms.h"
@@ -20,7 +21,11 @@ struct Call {
   const double* sinks;         // [num_heads] or nullptr
   const double* alibi_slopes;  // [num_heads] or nullptr
 
-  MaskShape mask_shape() const { return {batch, num_heads, n_q, n_kv}; }
+  // What the mask calls batch entries: entry first_entry + b of num_entries is this call's b. A sequence of a packed batch
+  // is a call of one entry.
+  int64_t first_entry, num_entries;
+
+  MaskShape mask_shape() const { return {num_entries, num_heads, n_q, n_kv}; }
   int64_t arithmetic_bytes() const { return arithmetic == 0 ? 4 : 8; }
 };
 
@@ -39,7 +44,8 @@ Cut cut(const kernels::KernelTable& table, int arithmetic, int64_t num_kv_heads,
 /// Threads worth waking for this much work. plan.cpp.
 int useful_threads(int64_t flop, int64_t items, int num_threads);
 
-/// Runs a call. schedule.cpp.
+/// Runs a call, or several with the same options as one job. schedule.cpp.
 void run(const Call& call);
+void run(std::span<const Call> calls);
 
 }  // namespace qkv

@@ -103,7 +103,11 @@ void Check::per_head(const ConstTensor& t, const char* what, int64_t num_heads) 
 }
 
 void Check::options(const AttentionOptions& options, const Call& call) const {
-  options.mask.check(call.mask_shape(), caller_);
+  if (call.num_entries == call.batch) {
+    options.mask.check(call.mask_shape(), caller_);
+  } else {
+    options.mask.check(call.mask_shape(), caller_, call.first_entry);
+  }
   if (options.bias) {
     if (!info(options.bias.dtype).is_float) {
       refuse(fmt::format("bias must be floating point (a boolean mask goes into mask), got {}",
@@ -129,6 +133,11 @@ void Check::options(const AttentionOptions& options, const Call& call) const {
 
 Call Check::call(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
                  const AttentionOptions& options) const {
+  return call(q, k, v, options, 0, q.rank > 0 ? q.shape[0] : 0);
+}
+
+Call Check::call(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
+                 const AttentionOptions& options, int64_t entry, int64_t num_entries) const {
   inputs(q, k, v);
   Call call{};
   call.arithmetic = q.dtype == DType::f64 ? 1 : 0;
@@ -138,6 +147,7 @@ Call Check::call(const ConstTensor& q, const ConstTensor& k, const ConstTensor& 
   call.head_dim_qk = q.shape[3], call.head_dim_v = v.shape[3];
   call.q = q, call.k = k, call.v = v;
   call.options = &options;
+  call.first_entry = entry, call.num_entries = num_entries;
   this->options(options, call);
   const double dim = static_cast<double>(call.head_dim_qk);
   call.scale = options.scale ? *options.scale : call.head_dim_qk ? 1.0 / std::sqrt(dim) : 1.0;

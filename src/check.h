@@ -28,6 +28,9 @@ class Check {
   /// thread until the next call.
   Call call(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
             const AttentionOptions& options) const;
+  /// The same for one sequence of a packed batch: entry `entry` of num_entries of the mask.
+  Call call(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
+            const AttentionOptions& options, int64_t entry, int64_t num_entries) const;
 
  private:
   void inputs(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v) const;

@@ -220,14 +220,25 @@ bool Mask::has_dense() const {
                      [](const Term& t) { return t.kind == Kind::dense; });
 }
 
+static void check_length(int64_t length, const MaskShape& shape, const char* caller) {
+  if (length < 0 || length > shape.n_kv)
+    fail(caller, "a mask length is not in [0, n_kv], got " + std::to_string(length) +
+                     " and scores " + shape_text(shape));
+}
+
 void Mask::check(const MaskShape& shape, const char* caller) const {
   for (const Term& t : terms()) {
     check_extents(t, shape, caller);
     if (t.kind == Kind::lengths)
-      for (int64_t length : *t.lengths)
-        if (length < 0 || length > shape.n_kv)
-          fail(caller, "a mask length is not in [0, n_kv], got " + std::to_string(length) +
-                           " and scores " + shape_text(shape));
+      for (int64_t length : *t.lengths) check_length(length, shape, caller);
+  }
+}
+
+void Mask::check(const MaskShape& shape, const char* caller, int64_t entry) const {
+  for (const Term& t : terms()) {
+    check_extents(t, shape, caller);
+    if (t.kind == Kind::lengths)
+      check_length((*t.lengths)[static_cast<size_t>(entry)], shape, caller);
   }
 }
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <deque>
 #include <memory>
 #include <new>
 #include <numeric>
@@ -51,103 +52,46 @@ class Schedule {
     part_elements_ = round_up(cut_.task_rows * (call.head_dim_v + 2), 32);
   }
 
-  void run() {
-    const int64_t items = num_blocks_ * cut_.kv_splits;
-    if (items == 0) return;
-    if (cut_.kv_splits > 1) {
-      thread_local ScratchBuffer buffer;
-      parts_ =
-          static_cast<char*>(buffer.reserve(items * part_elements_ * call_.arithmetic_bytes()));
-      missing_ = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(num_blocks_));
-      for (int64_t i = 0; i < num_blocks_; ++i)
-        missing_[static_cast<size_t>(i)] = static_cast<int32_t>(cut_.kv_splits);
-    }
-    const int64_t dims = call_.head_dim_qk + call_.head_dim_v;
-    const int64_t item_flop = 2 * cut_.task_rows * std::min(call_.n_kv, cut_.split_keys) * dims;
-    const AttentionOptions& options = *call_.options;
-    const int wanted = options.num_threads ? options.num_threads : default_num_threads();
-    const int threads = useful_threads(item_flop, items, wanted);
-    if (threads <= 1 && !options.executor) {
-      for (int64_t i = 0; i < items; ++i) run_item(i);
-      return;
-    }
-    // Small items go out in batches of about 50 us; long ones first.
-    batch_ = std::max<int64_t>(1, 10'000'000 / std::max<int64_t>(item_flop, 1));
-    order_items(items);
-    Executor& executor = options.executor ? *options.executor : default_executor();
-    executor.run((items + batch_ - 1) / batch_, threads, &Schedule::run_ticket, this);
+  int64_t num_items() const { return num_blocks_ * cut_.kv_splits; }
+  // An upper bound of the work of one item.
+  int64_t item_flop() const {
+    return 2 * cut_.task_rows * std::min(call_.n_kv, cut_.split_keys) *
+           (call_.head_dim_qk + call_.head_dim_v);
   }
+
+  int64_t parts_bytes() const {
+    return cut_.kv_splits > 1 ? num_items() * part_elements_ * call_.arithmetic_bytes() : 0;
+  }
+  // Memory for the parts of split rows.
+  void use_parts(char* parts) {
+    if (cut_.kv_splits == 1) return;
+    parts_ = parts;
+    missing_ = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(num_blocks_));
+    for (int64_t i = 0; i < num_blocks_; ++i)
+      missing_[static_cast<size_t>(i)] = static_cast<int32_t>(cut_.kv_splits);
+  }
+
+  // Keys that the last row of an item's block sees: a measure of its length.
+  int64_t visible_keys(int64_t item) const {
+    if (!maker_.has_ranges()) return call_.n_kv;
+    const TaskPlace place = place_of(item / cut_.kv_splits);
+    RowRange range;
+    const int64_t last = (place.row_begin + place.n_rows - 1) / call_.group_size;
+    call_.options->mask.row_ranges(call_.mask_shape(), call_.first_entry + place.b, last, 1,
+                                   &range);
+    return range.hi - range.lo;
+  }
+  bool items_differ() const { return maker_.has_ranges(); }
+
+  void run_item(int64_t item);
 
  private:
-  static void run_ticket(void* self, int64_t ticket) {
-    Schedule& s = *static_cast<Schedule*>(self);
-    const int64_t items = s.num_blocks_ * s.cut_.kv_splits;
-    for (int64_t i = ticket * s.batch_; i < std::min(items, (ticket + 1) * s.batch_); ++i) {
-      s.run_item(s.order_.empty() ? i : s.order_[static_cast<size_t>(i)]);
-    }
-  }
-
-  // Longest first, by the keys that the last row of a block sees; nothing to do where all are
-  // equal.
-  void order_items(int64_t items) {
-    if (!maker_.has_ranges()) return;
-    std::vector<int64_t> keys(static_cast<size_t>(num_blocks_));
-    for (int64_t block = 0; block < num_blocks_; ++block) {
-      const TaskPlace place = place_of(block);
-      RowRange range;
-      const int64_t last = (place.row_begin + place.n_rows - 1) / call_.group_size;
-      call_.options->mask.row_ranges(call_.mask_shape(), place.b, last, 1, &range);
-      keys[static_cast<size_t>(block)] = range.hi - range.lo;
-    }
-    order_.resize(static_cast<size_t>(items));
-    std::iota(order_.begin(), order_.end(), int64_t{0});
-    std::stable_sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) {
-      return keys[static_cast<size_t>(a / cut_.kv_splits)] >
-             keys[static_cast<size_t>(b / cut_.kv_splits)];
-    });
-  }
-
   TaskPlace place_of(int64_t block) const {
     const int64_t rows = call_.n_q * call_.group_size;
     const int64_t begin = block % cut_.row_blocks * cut_.task_rows;
     const int64_t pair = block / cut_.row_blocks;
     return {pair / call_.num_kv_heads, pair % call_.num_kv_heads, begin,
             std::min(cut_.task_rows, rows - begin)};
-  }
-
-  void run_item(int64_t item) {
-    thread_local TaskMemory memory;
-    const int64_t block = item / cut_.kv_splits, split = item % cut_.kv_splits;
-    const TaskPlace place = place_of(block);
-    AttentionTask task = maker_.make(place, &memory);
-    const auto& attend = cut_.is_decode ? call_.kernels->decode : call_.kernels->prefill;
-    const int64_t bytes = call_.arithmetic_bytes();
-    char* state = static_cast<char*>(memory.state.reserve(2 * cut_.task_rows * bytes));
-    task.state_m = state, task.state_l = state + cut_.task_rows * bytes;
-    const Tensor& out = call_.out;
-    if (out) {
-      task.out_dtype = out.dtype, task.out_token_stride = out.stride[2],
-      task.out_head_stride = out.stride[1];
-      const int64_t offset =
-          place.b * out.stride[0] + place.h_kv * call_.group_size * out.stride[1];
-      task.out = element_pointer(out, offset);
-    }
-    if (cut_.kv_splits > 1) {
-      AttentionTask part = task;
-      part.kv_begin = std::min(split * cut_.split_keys, call_.n_kv);
-      part.kv_end = std::min(part.kv_begin + cut_.split_keys, call_.n_kv);
-      if (split > 0) part.sinks = nullptr;
-      use_part(&part, block, split);
-      if (split == 0 && call_.sinks) part.sinks = call_.sinks + place.h_kv * call_.group_size;
-      part.unnormalised = true;
-      attend[call_.arithmetic](part);
-      if (missing_[static_cast<size_t>(block)].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-      call_.arithmetic == 0 ? merge<float>(task, block) : merge<double>(task, block);
-    } else {
-      if (call_.sinks) task.sinks = call_.sinks + place.h_kv * call_.group_size;
-      attend[call_.arithmetic](task);
-    }
-    finish(place, &task);
   }
 
   // Part of a split: n_rows x head_dim_v sums, then m and l.
@@ -255,14 +199,126 @@ class Schedule {
   const Cut cut_;
   const int64_t num_blocks_;
   const TaskMaker maker_;
-  int64_t part_elements_ = 0, batch_ = 1;
+  int64_t part_elements_ = 0;
   char* parts_ = nullptr;
   std::unique_ptr<std::atomic<int32_t>[]> missing_;
-  std::vector<int64_t> order_;
+};
+
+void Schedule::run_item(int64_t item) {
+  thread_local TaskMemory memory;
+  const int64_t block = item / cut_.kv_splits, split = item % cut_.kv_splits;
+  const TaskPlace place = place_of(block);
+  AttentionTask task = maker_.make(place, &memory);
+  const auto& attend = cut_.is_decode ? call_.kernels->decode : call_.kernels->prefill;
+  const int64_t bytes = call_.arithmetic_bytes();
+  char* state = static_cast<char*>(memory.state.reserve(2 * cut_.task_rows * bytes));
+  task.state_m = state, task.state_l = state + cut_.task_rows * bytes;
+  const Tensor& out = call_.out;
+  if (out) {
+    task.out_dtype = out.dtype, task.out_token_stride = out.stride[2],
+    task.out_head_stride = out.stride[1];
+    const int64_t offset = place.b * out.stride[0] + place.h_kv * call_.group_size * out.stride[1];
+    task.out = element_pointer(out, offset);
+  }
+  if (cut_.kv_splits > 1) {
+    AttentionTask part = task;
+    part.kv_begin = std::min(split * cut_.split_keys, call_.n_kv);
+    part.kv_end = std::min(part.kv_begin + cut_.split_keys, call_.n_kv);
+    if (split > 0) part.sinks = nullptr;
+    use_part(&part, block, split);
+    if (split == 0 && call_.sinks) part.sinks = call_.sinks + place.h_kv * call_.group_size;
+    part.unnormalised = true;
+    attend[call_.arithmetic](part);
+    if (missing_[static_cast<size_t>(block)].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    call_.arithmetic == 0 ? merge<float>(task, block) : merge<double>(task, block);
+  } else {
+    if (call_.sinks) task.sinks = call_.sinks + place.h_kv * call_.group_size;
+    attend[call_.arithmetic](task);
+  }
+  finish(place, &task);
+}
+
+// Items of one or several calls as the tickets of one job.
+struct Job {
+  std::deque<Schedule> schedules;
+  std::vector<int64_t> first;  // item of the job at which each schedule begins, and the end
+  std::vector<int64_t> order;  // items, longest first; empty: as they come
+  int64_t per_ticket = 1;
+
+  Schedule& schedule_of(int64_t* item) {
+    const auto at = std::upper_bound(first.begin(), first.end(), *item) - first.begin() - 1;
+    *item -= first[static_cast<size_t>(at)];
+    return schedules[static_cast<size_t>(at)];
+  }
+  void run_item(int64_t item) {
+    Schedule& schedule = schedule_of(&item);
+    schedule.run_item(item);
+  }
+  static void run_ticket(void* self, int64_t ticket) {
+    Job& job = *static_cast<Job*>(self);
+    const int64_t end = std::min(job.first.back(), (ticket + 1) * job.per_ticket);
+    for (int64_t i = ticket * job.per_ticket; i < end; ++i)
+      job.run_item(job.order.empty() ? i : job.order[static_cast<size_t>(i)]);
+  }
 };
 
 }  // namespace
 
-void run(const Call& call) { Schedule(call).run(); }
+void run(const Call& call) { run(std::span<const Call>(&call, 1)); }
+
+void run(std::span<const Call> calls) {
+  if (calls.empty()) return;
+  const AttentionOptions& options = *calls[0].options;
+  const int wanted = options.num_threads ? options.num_threads : default_num_threads();
+  thread_local ScratchBuffer parts;
+  if (calls.size() == 1) {  // small calls count nanoseconds: no lists
+    Schedule schedule(calls[0]);
+    if (useful_threads(schedule.item_flop(), schedule.num_items(), wanted) <= 1 &&
+        !options.executor) {
+      schedule.use_parts(static_cast<char*>(parts.reserve(schedule.parts_bytes())));
+      for (int64_t i = 0; i < schedule.num_items(); ++i) schedule.run_item(i);
+      return;
+    }
+  }
+  Job job;
+  int64_t items = 0, bytes = 0, most_flop = 0;
+  double flop = 0;
+  bool differ = calls.size() > 1;
+  for (const Call& call : calls) {
+    const Schedule& s = job.schedules.emplace_back(call);
+    job.first.push_back(items);
+    items += s.num_items(), bytes += s.parts_bytes();
+    flop += static_cast<double>(s.item_flop()) * static_cast<double>(s.num_items());
+    if (s.num_items() > 0) most_flop = std::max(most_flop, s.item_flop());
+    differ |= s.items_differ();
+  }
+  job.first.push_back(items);
+  if (items == 0) return;
+  char* at = static_cast<char*>(parts.reserve(bytes));
+  for (Schedule& s : job.schedules) s.use_parts(at), at += s.parts_bytes();
+  const int threads =
+      useful_threads(static_cast<int64_t>(flop / static_cast<double>(items)), items, wanted);
+  if (threads <= 1 && !options.executor) {
+    for (int64_t i = 0; i < items; ++i) job.run_item(i);
+    return;
+  }
+  // Small items go out in batches of about 50 us; long ones first.
+  job.per_ticket = std::max<int64_t>(1, 10'000'000 / std::max<int64_t>(most_flop, 1));
+  if (differ) {
+    std::vector<int64_t> keys(static_cast<size_t>(items));
+    for (int64_t i = 0; i < items; ++i) {
+      int64_t item = i;
+      const Schedule& s = job.schedule_of(&item);
+      keys[static_cast<size_t>(i)] = s.visible_keys(item);
+    }
+    job.order.resize(static_cast<size_t>(items));
+    std::iota(job.order.begin(), job.order.end(), int64_t{0});
+    std::stable_sort(job.order.begin(), job.order.end(), [&](int64_t a, int64_t b) {
+      return keys[static_cast<size_t>(a)] > keys[static_cast<size_t>(b)];
+    });
+  }
+  Executor& executor = options.executor ? *options.executor : default_executor();
+  executor.run((items + job.per_ticket - 1) / job.per_ticket, threads, &Job::run_ticket, &job);
+}
 
 }  // namespace qkv

@@ -15,7 +15,7 @@ kernels::AttentionTask TaskMaker::make(const TaskPlace& place, TaskMemory* memor
   kernels::AttentionTask t{};
   t.row_begin = place.row_begin, t.n_rows = place.n_rows, t.group_size = c.group_size;
   t.head_dim_qk = c.head_dim_qk, t.head_dim_v = c.head_dim_v;
-  const int64_t first_head = place.h_kv * c.group_size;
+  const int64_t first_head = place.h_kv * c.group_size, entry = c.first_entry + place.b;
   t.q = element_pointer(c.q, place.b * c.q.stride[0] + first_head * c.q.stride[1]);
   t.q_dtype = c.q.dtype, t.q_token_stride = c.q.stride[2], t.q_head_stride = c.q.stride[1];
   memory->segment.k = element_pointer(c.k, place.b * c.k.stride[0] + place.h_kv * c.k.stride[1]);
@@ -29,14 +29,14 @@ kernels::AttentionTask TaskMaker::make(const TaskPlace& place, TaskMemory* memor
     const int64_t first = place.row_begin / c.group_size;
     const int64_t last = (place.row_begin + place.n_rows - 1) / c.group_size;
     memory->ranges.resize(static_cast<size_t>(last - first + 1));
-    c.options->mask.row_ranges(c.mask_shape(), place.b, first, last - first + 1,
+    c.options->mask.row_ranges(c.mask_shape(), entry, first, last - first + 1,
                                memory->ranges.data());
     t.ranges = memory->ranges.data();
   }
   memory->dense.clear();
   const auto add_dense = [&](const ConstTensor& d) {
     const ScoreStrides s = score_strides(d);
-    memory->dense.push_back({element_pointer(d, s.offset(place.b, first_head, 0, 0)), d.dtype,
+    memory->dense.push_back({element_pointer(d, s.offset(entry, first_head, 0, 0)), d.dtype,
                              s.query, s.head, s.key, nullptr, 0, 0});
   };
   for (const Mask::Term& term : c.options->mask.terms()) {
@@ -44,13 +44,13 @@ kernels::AttentionTask TaskMaker::make(const TaskPlace& place, TaskMemory* memor
   }
   if (c.options->bias) add_dense(c.options->bias);
   t.dense = memory->dense.data(), t.n_dense = static_cast<int64_t>(memory->dense.size());
-  if (documents_) t.q_ids = documents_->q(place.b), t.kv_ids = documents_->kv(place.b);
+  if (documents_) t.q_ids = documents_->q(entry), t.kv_ids = documents_->kv(entry);
   if (c.alibi_slopes) {
     t.alibi_slopes = c.alibi_slopes + first_head;
-    t.first_position = first_position(c.options->mask, c.mask_shape(), place.b);
+    t.first_position = first_position(c.options->mask, c.mask_shape(), entry);
   }
   t.dropout = c.options->dropout, t.seed = c.options->seed;
-  t.dropout_stream = first_head + c.num_heads * place.b;
+  t.dropout_stream = first_head + c.num_heads * entry;
   t.scratch = memory->kernel.reserve(kernel_scratch_bytes_);
   return t;
 }

@@ -65,4 +65,35 @@ struct AttentionOutputs {
 QKV_EXPORT void attention(ConstTensor q, ConstTensor k, ConstTensor v,
                           const AttentionOutputs& outputs, const AttentionOptions& options = {});
 
+/// attention() on packed sequences: sequence s has the query rows [cu_seqlens_q[s], cu_seqlens_q[s + 1])
+/// and the key rows [cu_seqlens_kv[s], cu_seqlens_kv[s + 1]).
+///
+///   q                [total_q,  num_heads,    head_dim_qk]
+///   k, v             [total_kv, num_kv_heads, head_dim_qk | head_dim_v]
+///   cu_seqlens_q     [num_sequences + 1]   i32 | i64, from 0 to total_q, never falling
+///   cu_seqlens_kv    [num_sequences + 1]   likewise to total_kv
+///   outputs.out      [total_q,  num_heads,    head_dim_v]
+///   outputs.lse      [num_heads, total_q]
+///
+/// The same bits as one call per sequence. A mask means what it means for that sequence alone (causal
+/// bottom-right: the last query of a sequence sees its last key); lengths and per-batch documents have
+/// one entry per sequence. Sequences may be empty. Weights are refused: they would be ragged.
+/// One job for all sequences; no copies. Errors, numerics and threads as attention().
+QKV_EXPORT void attention_varlen(ConstTensor q, ConstTensor k, ConstTensor v,
+                                 ConstTensor cu_seqlens_q, ConstTensor cu_seqlens_kv,
+                                 const AttentionOutputs& outputs,
+                                 const AttentionOptions& options = {});
+
+/// Attention over the union of two disjoint sets of keys, from the results over each:
+/// lse = log(exp(lse_a) + exp(lse_b)), out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.
+///
+///   out_a, out_b, out   [..., head_dim_v], up to 4 axes   f32 | f64 | bf16 | f16
+///   lse_a, lse_b, lse   [...]                             f32 | f64, natural log; lse may be empty
+///
+/// For splits of the keys, shared prefixes and several machines. A side whose lse is -inf has seen no
+/// key and counts for nothing, whatever its out holds; if both are, out is 0 and lse -inf. out may be
+/// out_a or out_b itself. Computed in double. Throws Error if shapes differ.
+QKV_EXPORT void merge_states(ConstTensor out_a, ConstTensor lse_a, ConstTensor out_b,
+                             ConstTensor lse_b, Tensor out, Tensor lse = {});
+
 }  // namespace qkv

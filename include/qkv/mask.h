@@ -65,6 +65,8 @@ class QKV_EXPORT Mask {
 
   /// Throws Error if the mask does not fit the extents.
   void check(const MaskShape& shape, const char* caller) const;
+  /// The same when only batch entry `entry` has these extents (packed sequences).
+  void check(const MaskShape& shape, const char* caller, int64_t entry) const;
   /// The visible ranges of rows [i0, i0 + n) of batch entry b, before dense terms and scattered documents.
   void row_ranges(const MaskShape& shape, int64_t b, int64_t i0, int64_t n, RowRange* out) const;
   /// True if query i of head h may see key j (slow; the definition that everything else is tested against).
