@@ -81,8 +81,8 @@ inline constexpr LayerCase kLayerCases[] = {
     {"layer-lesson-mqa", 10, 2, 4, 8, 1, 128, 64, 16, 8, CaseMask::full, 0, 0},
     {"layer-n2048-512-h8", 1, 2048, 2048, 8, 8, 512, 512, 64, 512, CaseMask::full, 0.90, 0.87},
     {"layer-b8-n128-768-h12", 8, 128, 128, 12, 12, 768, 768, 64, 768, CaseMask::full, 0.92, 0.90},
-    {"layer-causal-n512-2048-gqa4", 1, 512, 512, 32, 8, 2048, 2048, 64, 2048, CaseMask::causal, 0.90,
-     0.87},
+    {"layer-causal-n512-2048-gqa4", 1, 512, 512, 32, 8, 2048, 2048, 64, 2048, CaseMask::causal,
+     0.90, 0.87},
 };
 
 }  // namespace qkv::bench

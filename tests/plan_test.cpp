@@ -10,7 +10,8 @@ namespace {
 
 TEST(Plan, Full_CountsPairsFlopAndBytes) {
   Problem p;
-  p.batch = 2, p.num_heads = 8, p.num_kv_heads = 2, p.n_q = 100, p.n_kv = 300, p.head_dim_qk = 64, p.head_dim_v = 32;
+  p.batch = 2, p.num_heads = 8, p.num_kv_heads = 2, p.n_q = 100, p.n_kv = 300, p.head_dim_qk = 64,
+  p.head_dim_v = 32;
   const Plan r = plan(p);
   EXPECT_EQ(r.path, "prefill");
   EXPECT_EQ(r.visible_pairs, 2 * 8 * 100 * 300);
@@ -50,7 +51,8 @@ TEST(Plan, SizesBeyond64Bits_AreRefused) {
 
 TEST(Plan, ScratchOfALongPrefill_IsSmall) {
   Problem p;
-  p.batch = 4096, p.num_heads = 64, p.num_kv_heads = 64, p.n_q = p.n_kv = 131072, p.head_dim_qk = p.head_dim_v = 128;
+  p.batch = 4096, p.num_heads = 64, p.num_kv_heads = 64, p.n_q = p.n_kv = 131072,
+  p.head_dim_qk = p.head_dim_v = 128;
   EXPECT_LT(plan(p, {.num_threads = 64}).scratch_bytes, int64_t{1} << 28);
 }
 

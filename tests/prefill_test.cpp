@@ -52,7 +52,8 @@ Result attend(const Problem& p, int64_t begin, int64_t n, const std::vector<KvSe
   r.m.assign(static_cast<size_t>(n), -7.0f), r.l = r.m;
   ScratchBuffer scratch;
   AttentionTask t{};
-  t.row_begin = begin, t.n_rows = n, t.group_size = p.group, t.head_dim_qk = p.dim_qk, t.head_dim_v = p.dim_v;
+  t.row_begin = begin, t.n_rows = n, t.group_size = p.group, t.head_dim_qk = p.dim_qk,
+  t.head_dim_v = p.dim_v;
   t.q = p.q.data(), t.q_token_stride = p.group * p.dim_qk, t.q_head_stride = p.dim_qk;
   t.segments = segments.data(), t.n_segments = static_cast<int64_t>(segments.size());
   t.k_row_stride = p.dim_qk, t.v_row_stride = p.dim_v, t.kv_end = p.n_kv, t.scale = 0.3;
@@ -67,7 +68,8 @@ Result attend(const Problem& p, int64_t begin, int64_t n, const std::vector<KvSe
 std::vector<KvSegment> pages(const Problem& p, int64_t page_size) {
   std::vector<KvSegment> s;
   for (int64_t j = 0; j < p.n_kv; j += page_size) {
-    s.push_back({p.k.data() + j * p.dim_qk, p.v.data() + j * p.dim_v, j, std::min(page_size, p.n_kv - j)});
+    s.push_back(
+        {p.k.data() + j * p.dim_qk, p.v.data() + j * p.dim_v, j, std::min(page_size, p.n_kv - j)});
   }
   return s;
 }
@@ -87,7 +89,8 @@ TEST(Prefill, RowsAlone_SameBitsAsTogether) {
   const Result whole = attend(p, 0, rows, pages(p, p.n_kv));
   for (int64_t row = 0; row < rows; ++row) {
     const Result one = attend(p, row, 1, pages(p, p.n_kv));
-    ASSERT_EQ(std::memcmp(&one.out[static_cast<size_t>(row * p.dim_v)], &whole.out[static_cast<size_t>(row * p.dim_v)],
+    ASSERT_EQ(std::memcmp(&one.out[static_cast<size_t>(row * p.dim_v)],
+                          &whole.out[static_cast<size_t>(row * p.dim_v)],
                           static_cast<size_t>(p.dim_v) * sizeof(float)),
               0)
         << "row " << row;

@@ -52,6 +52,7 @@ constexpr std::string_view name(DType t) { return info(t).name; }
 /// The element type of a C++ type: dtype_of<float>() == DType::f32.
 template <class T>
 constexpr DType dtype_of();
+// clang-format off
 template <> constexpr DType dtype_of<float>() { return DType::f32; }
 template <> constexpr DType dtype_of<double>() { return DType::f64; }
 template <> constexpr DType dtype_of<bf16_t>() { return DType::bf16; }
@@ -65,6 +66,7 @@ template <> constexpr DType dtype_of<uint32_t>() { return DType::u32; }
 template <> constexpr DType dtype_of<int64_t>() { return DType::i64; }
 template <> constexpr DType dtype_of<uint64_t>() { return DType::u64; }
 template <> constexpr DType dtype_of<bool>() { return DType::boolean; }
+// clang-format on
 
 /// Scalar conversions of the 16-bit formats (round to nearest even; NaN stays NaN). dtype.cpp.
 float to_float(bf16_t x);

@@ -18,7 +18,8 @@ class QKV_EXPORT Executor {
   /// Calls task(context, index) exactly once for every index in [0, num_tasks), on at most num_threads threads at a time,
   /// and returns when all calls have returned. Tasks do not throw and do not depend on each other. Results never depend on
   /// which thread runs which task.
-  virtual void run(int64_t num_tasks, int num_threads, void (*task)(void* context, int64_t index), void* context) = 0;
+  virtual void run(int64_t num_tasks, int num_threads, void (*task)(void* context, int64_t index),
+                   void* context) = 0;
 };
 
 /// The library's own pool: threads start at the first call that needs them, spin for a few microseconds after work and

@@ -28,10 +28,13 @@ struct BasicTensor {
 
   BasicTensor() = default;
   /// Contiguous (last axis fastest) unless strides are given.
-  BasicTensor(Pointer p, DType t, std::span<const int64_t> dims, std::span<const int64_t> strides = {})
+  BasicTensor(Pointer p, DType t, std::span<const int64_t> dims,
+              std::span<const int64_t> strides = {})
       : data(p), dtype(t), rank(static_cast<int>(dims.size())) {
-    if (dims.size() > kMaxRank) throw Error("Tensor: at most 4 axes, got " + std::to_string(dims.size()));
-    if (!strides.empty() && strides.size() != dims.size()) throw Error("Tensor: as many strides as axes are needed");
+    if (dims.size() > kMaxRank)
+      throw Error("Tensor: at most 4 axes, got " + std::to_string(dims.size()));
+    if (!strides.empty() && strides.size() != dims.size())
+      throw Error("Tensor: as many strides as axes are needed");
     int64_t step = 1;
     for (int a = rank - 1; a >= 0; --a) {
       shape[a] = dims[static_cast<size_t>(a)];
@@ -41,14 +44,16 @@ struct BasicTensor {
     }
   }
   template <class T>
-    requires(!std::is_void_v<T> && (kConst || !std::is_const_v<T>))
-  BasicTensor(T* p, std::initializer_list<int64_t> dims, std::initializer_list<int64_t> strides = {})
-      : BasicTensor(p, dtype_of<std::remove_const_t<T>>(), std::span<const int64_t>(dims.begin(), dims.size()),
+  requires(!std::is_void_v<T> && (kConst || !std::is_const_v<T>))
+      BasicTensor(T* p, std::initializer_list<int64_t> dims,
+                  std::initializer_list<int64_t> strides = {})
+      : BasicTensor(p, dtype_of<std::remove_const_t<T>>(),
+                    std::span<const int64_t>(dims.begin(), dims.size()),
                     std::span<const int64_t>(strides.begin(), strides.size())) {}
   /// Tensor -> ConstTensor.
   template <class Other>
-    requires(kConst && std::is_same_v<Other, void*>)
-  BasicTensor(const BasicTensor<Other>& o) : data(o.data), dtype(o.dtype), rank(o.rank) {  // NOLINT: implicit on purpose
+  requires(kConst&& std::is_same_v<Other, void*>) BasicTensor(const BasicTensor<Other>& o)
+      : data(o.data), dtype(o.dtype), rank(o.rank) {  // NOLINT: implicit on purpose
     for (int a = 0; a < kMaxRank; ++a) shape[a] = o.shape[a], stride[a] = o.stride[a];
   }
 

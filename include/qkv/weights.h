@@ -31,9 +31,9 @@ class QKV_EXPORT SafetensorsFile {
   /// The same checks on bytes in memory (copied); name stands for the path in errors.
   static SafetensorsFile from_bytes(std::string_view bytes, const std::string& name = "memory");
 
-  const std::vector<TensorInfo>& tensors() const;                ///< in the order of their offsets
+  const std::vector<TensorInfo>& tensors() const;  ///< in the order of their offsets
   const std::map<std::string, std::string>& metadata() const;
-  const TensorInfo* find(std::string_view name) const;           ///< nullptr if absent
+  const TensorInfo* find(std::string_view name) const;  ///< nullptr if absent
   /// Throws Error if absent or of more than 4 axes.
   ConstTensor tensor(std::string_view name) const;
   const void* data(const TensorInfo& info) const;
@@ -95,7 +95,8 @@ struct LoadLayerOptions {
 /// Reads a layer. Sizes come from the shapes and must agree with each other and with the metadata; both shapes are named
 /// if they do not. Unknown tensors and metadata are ignored; absent biases are absent.
 QKV_EXPORT LayerWeights load_layer(const std::string& path, const LoadLayerOptions& options = {});
-QKV_EXPORT LayerWeights load_layer(const SafetensorsFile& file, const LoadLayerOptions& options = {});
+QKV_EXPORT LayerWeights load_layer(const SafetensorsFile& file,
+                                   const LoadLayerOptions& options = {});
 /// Writes with the lesson's names and num_heads / num_kv_heads in the metadata; scale and softcap as "qkv.scale" and
 /// "qkv.softcap" if they are not the defaults. load_layer() reads these four.
 QKV_EXPORT void save_layer(const std::string& path, const LayerWeights& weights);

@@ -102,8 +102,7 @@ struct PanelWork {
     const int64_t dim_v = RoundUp(head_dim_v, kLanes<T>);
     work->s = take(kBlock * kW), work->dense = take((kBlock + kLanes<T>)*kW),
     work->seen = take(kBlock * kW);
-    work->max = take(kW), work->unused = take(kW),
-    work->lo = take(kW), work->hi = take(kW);
+    work->max = take(kW), work->unused = take(kW), work->lo = take(kW), work->hi = take(kW);
     work->slope = take(kW), work->position = take(kW);
     work->q_ids = reinterpret_cast<LaneInt<T>*>(take(kW));
     work->rows = take(kLanes<T> * HWY_MAX(HWY_MAX(dim_qk, dim_v), kBlock));
