@@ -41,6 +41,8 @@ std::shared_ptr<const MaskDocuments> make_documents(const ConstTensor& q_ids,
 std::shared_ptr<const MaskDocuments> intersect_documents(const MaskDocuments& a,
                                                          const MaskDocuments& b);
 
+struct DenseTiles;  // dense_tiles.h
+
 /// A mask holds at most one term of kind lengths and one of kind documents (operator& merges them).
 struct Mask::Term {
   enum class Kind : uint8_t { causal, window, prefix, chunk, lengths, documents, dense };
@@ -51,6 +53,7 @@ struct Mask::Term {
   std::shared_ptr<const std::vector<int64_t>> lengths = {};
   std::shared_ptr<const MaskDocuments> documents = {};
   ConstTensor dense = {};  // boolean or floating point, 2 to 4 axes
+  std::shared_ptr<const DenseTiles> tiles = {};  // of dense, if the mask was prepared
 
   bool is_aligned() const { return kind <= Kind::chunk; }
 };

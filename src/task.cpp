@@ -8,7 +8,23 @@ TaskMaker::TaskMaker(const Call& call, int64_t kernel_scratch_bytes)
     : call_(call),
       kernel_scratch_bytes_(kernel_scratch_bytes),
       documents_(scattered_documents(call.options->mask)),
-      has_ranges_(!call.options->mask.is_full()) {}
+      has_ranges_(!call.options->mask.is_full()) {
+  for_each_dense([&](size_t i, const ConstTensor& d, const DenseTiles* tiles) {
+    const bool wanted = !tiles && wants_dense_tiles(d, call_.mask_shape());
+    if (!wanted && tiles_.empty()) return;  // small calls allocate nothing
+    tiles_.resize(i + 1);
+    if (wanted) tiles_[i] = make_dense_tiles(d, *call_.options);
+  });
+}
+
+template <class F>
+void TaskMaker::for_each_dense(F f) const {
+  size_t i = 0;
+  for (const Mask::Term& term : call_.options->mask.terms()) {
+    if (term.kind == Mask::Term::Kind::dense) f(i++, term.dense, term.tiles.get());
+  }
+  if (call_.options->bias) f(i++, call_.options->bias, static_cast<const DenseTiles*>(nullptr));
+}
 
 kernels::AttentionTask TaskMaker::make(const TaskPlace& place, TaskMemory* memory) const {
   const Call& c = call_;
@@ -34,15 +50,26 @@ kernels::AttentionTask TaskMaker::make(const TaskPlace& place, TaskMemory* memor
     t.ranges = memory->ranges.data();
   }
   memory->dense.clear();
-  const auto add_dense = [&](const ConstTensor& d) {
+  for_each_dense([&](size_t i, const ConstTensor& d, const DenseTiles* tiles) {
     const ScoreStrides s = score_strides(d);
-    memory->dense.push_back({element_pointer(d, s.offset(entry, first_head, 0, 0)), d.dtype,
-                             s.query, s.head, s.key, nullptr, 0, 0});
-  };
-  for (const Mask::Term& term : c.options->mask.terms()) {
-    if (term.kind == Mask::Term::Kind::dense) add_dense(term.dense);
-  }
-  if (c.options->bias) add_dense(c.options->bias);
+    kernels::DenseTerm term{element_pointer(d, s.offset(entry, first_head, 0, 0)),
+                            d.dtype,
+                            s.query,
+                            s.head,
+                            s.key,
+                            nullptr,
+                            0,
+                            0,
+                            0};
+    if (!tiles && i < tiles_.size() && !tiles_[i].bits.empty()) tiles = &tiles_[i];
+    if (tiles) {
+      term.tiles =
+          tiles->bits.data() + entry * tiles->batch_stride + first_head * tiles->head_stride;
+      term.tiles_token_stride = tiles->token_stride, term.tiles_head_stride = tiles->head_stride;
+      term.tiles_key_stride = tiles->key_stride;
+    }
+    memory->dense.push_back(term);
+  });
   t.dense = memory->dense.data(), t.n_dense = static_cast<int64_t>(memory->dense.size());
   if (documents_) t.q_ids = documents_->q(entry), t.kv_ids = documents_->kv(entry);
   if (c.alibi_slopes) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "call.h"
+#include "dense_tiles.h"
 #include "schedule.h"
 
 namespace qkv {
@@ -39,10 +40,16 @@ class TaskMaker {
   bool has_ranges() const { return has_ranges_; }
 
  private:
+  // f(index, array, its prepared table or nullptr) for dense terms of the mask and the bias.
+  template <class F>
+  void for_each_dense(F f) const;
+
   const Call& call_;
   const int64_t kernel_scratch_bytes_;
   const MaskDocuments* const documents_;
   const bool has_ranges_;
+  // One per dense term in the order of make(), if any is wanted; empty entries for the others.
+  std::vector<DenseTiles> tiles_;
 };
 
 }  // namespace qkv

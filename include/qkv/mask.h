@@ -60,6 +60,10 @@ class QKV_EXPORT Mask {
 
   friend QKV_EXPORT Mask operator&(const Mask& a, const Mask& b);
 
+  /// The same mask with a table of what its dense arrays hide, so that calls that use it again do not
+  /// read the arrays again to find empty and full blocks. The arrays must not change afterwards.
+  Mask prepared() const;
+
   bool is_full() const { return !terms_ || terms_->empty(); }
   bool has_dense() const;
 

@@ -11,11 +11,14 @@
 
 #include "kernels/convert-inl.h"
 #include "kernels/softmax-inl.h"
+#include "kernels/spans-inl.h"
 #include "kernels/transpose-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace qkv::kernels {
 namespace HWY_NAMESPACE {
+
+static_assert(kBlock == kDenseTileKeys, "a tile of the table is one key block");
 
 enum class DenseUse { none, some, hidden };
 
@@ -27,7 +30,8 @@ HWY_INLINE int TermBits(const DenseTerm& term, int64_t group_size, int64_t first
   const int64_t heads = term.tiles_head_stride ? group_size : 1;
   for (int64_t t = first / kDenseTileTokens; t <= last / kDenseTileTokens; t++) {
     for (int64_t h = 0; h < heads; h++) {
-      bits |= term.tiles[t * term.tiles_token_stride + h * term.tiles_head_stride + block];
+      bits |= term.tiles[t * term.tiles_token_stride + h * term.tiles_head_stride +
+                         block * term.tiles_key_stride];
     }
   }
   return bits;

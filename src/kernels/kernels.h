@@ -34,9 +34,10 @@ struct DenseTerm {
   DType dtype;
   int64_t token_stride, head_stride, key_stride;
   const uint8_t* tiles;
-  int64_t tiles_token_stride, tiles_head_stride;
+  int64_t tiles_token_stride, tiles_head_stride, tiles_key_stride;
 };
 inline constexpr int64_t kDenseTileTokens = 16;
+inline constexpr int64_t kDenseTileKeys = 128;
 
 /// Attention of some query rows of one (batch, KV head) against a range of keys.
 ///
