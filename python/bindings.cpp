@@ -70,6 +70,9 @@ NB_MODULE(_core, m) {
   m.attr("__version__") = QKV_VERSION;
   bind_mask(m);
   bind_attention(m);
+  bind_variants(m);
+  bind_files(m);
+  bind_layer(m);
   m.def("plan", &plan_dict, "batch"_a, "num_heads"_a, "num_kv_heads"_a, "n_q"_a, "n_kv"_a,
         "head_dim_qk"_a, "head_dim_v"_a, "dtype"_a, "dtype_kv"_a, "return_weights"_a,
         "mask"_a.none(), "num_threads"_a.none());

@@ -108,12 +108,11 @@ class OptionArguments {
 
 /// Runs work() without the GIL. Long work listens to Ctrl-C between its tasks: work gets an
 /// executor then, and KeyboardInterrupt (PythonError) is thrown when its tasks have ended.
-void run_released(double flop, AttentionOptions* options, void (*work)(void* context),
-                  void* context);
+void run_released(double flop, Executor** executor, void (*work)(void* context), void* context);
 template <class Work>
-void run_released(double flop, AttentionOptions* options, Work&& work) {
+void run_released(double flop, Executor** executor, Work&& work) {
   run_released(
-      flop, options, [](void* context) { (*static_cast<Work*>(context))(); }, &work);
+      flop, executor, [](void* context) { (*static_cast<Work*>(context))(); }, &work);
 }
 
 }  // namespace qkv::python

@@ -3,6 +3,7 @@
 #include "bindings_attention.h"
 
 #include "bindings_args.h"
+#include "bindings_function.h"
 
 namespace qkv::python {
 namespace {
@@ -73,7 +74,7 @@ PyObject* attention_checked(PyObject* const* args, Py_ssize_t num_args, PyObject
   const double pairs = static_cast<double>(tq.shape[0] * tq.shape[1]) *
                        static_cast<double>(tq.shape[2]) * static_cast<double>(tk.shape[2]);
   const double flop = 2 * pairs * static_cast<double>(tq.shape[3] + tv.shape[3]);
-  run_released(flop, &arguments.options,
+  run_released(flop, &arguments.options.executor,
                [&] { attention(tq, tk, tv, outputs, arguments.options); });
   if (!a[13]) out = finish_array(q.kind(), std::move(out));
   if (!lse && !weights) return out.release();
@@ -83,20 +84,8 @@ PyObject* attention_checked(PyObject* const* args, Py_ssize_t num_args, PyObject
                         : PyTuple_Pack(2, out.get(), lse ? lse.get() : weights.get());
 }
 
-PyObject* attention_function(PyObject*, PyObject* const* args, Py_ssize_t num_args,
-                             PyObject* keywords) {
-  try {
-    return attention_checked(args, num_args, keywords);
-  } catch (...) {
-    set_python_error();
-    return nullptr;
-  }
-}
-
-PyMethodDef g_methods[] = {
-    {"attention", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(&attention_function)),
-     METH_FASTCALL | METH_KEYWORDS, kAttentionDoc},
-    {nullptr, nullptr, 0, nullptr}};
+PyMethodDef g_methods[] = {method<attention_checked>("attention", kAttentionDoc),
+                           {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 

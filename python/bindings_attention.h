@@ -6,7 +6,12 @@
 namespace qkv::python {
 
 void bind_attention(nanobind::module_& module);
+void bind_variants(nanobind::module_& module);
+void bind_files(nanobind::module_& module);
+void bind_layer(nanobind::module_& module);
 
 extern const char kAttentionDoc[];
+extern const char kVarlenDoc[];
+extern const char kMergeDoc[];
 
 }  // namespace qkv::python

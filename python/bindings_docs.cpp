@@ -59,4 +59,39 @@ the only n_q x n_kv array, and only if asked for. The GIL is released; Ctrl-C in
 Sources: Attention Is All You Need, arXiv:1706.03762; online softmax arXiv:1805.02867; tiling
 arXiv:2205.14135; MQA arXiv:1911.02150; GQA arXiv:2305.13245.)doc";
 
+const char kVarlenDoc[] =
+    R"doc(attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, *, mask=None, bias=None, scale=None, softcap=None, sinks=None, alibi_slopes=None, dropout=0.0, seed=0, return_lse=False, out=None, num_threads=None)
+--
+
+attention() on packed sequences: sequence s has the query rows cu_seqlens_q[s] .. cu_seqlens_q[s + 1]
+and the key rows cu_seqlens_kv[s] .. cu_seqlens_kv[s + 1].
+
+  q              [total_q,  num_heads,    head_dim_qk]
+  k, v           [total_kv, num_kv_heads, head_dim_qk | head_dim_v]
+  cu_seqlens_q   [num_sequences + 1]   int32 | int64, from 0 to total_q, never falling
+  cu_seqlens_kv  [num_sequences + 1]   likewise to total_kv
+  out            [total_q,  num_heads,    head_dim_v]
+  lse            [num_heads, total_q]
+
+Returns out, or (out, lse). The same bits as one call per sequence. A mask means what it means for
+that sequence alone: causal_bottom_right lets the last query of a sequence see its last key; lengths
+and per-batch documents have one entry per sequence. Sequences may be empty. Everything else as
+attention().)doc";
+
+const char kMergeDoc[] =
+    R"doc(merge_states(out_a, lse_a, out_b, lse_b)
+--
+
+Attention over the union of two disjoint sets of keys, from the results over each.
+
+  lse = log(exp(lse_a) + exp(lse_b))
+  out = exp(lse_a - lse) * out_a + exp(lse_b - lse) * out_b
+
+  out_a, out_b  [..., head_dim_v], at most 4 axes
+  lse_a, lse_b  [...], natural logarithms
+
+Returns (out, lse). For splits of the keys, shared prefixes and several machines. A side whose lse is
+-inf has seen no key and counts for nothing; if both are, out is 0 and lse -inf. Computed in double.
+Raises ValueError if shapes differ.)doc";
+
 }  // namespace qkv::python

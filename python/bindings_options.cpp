@@ -117,11 +117,11 @@ OptionArguments::OptionArguments(const Values& v, const char* caller) {
   options.num_threads = static_cast<int>(threads);
 }
 
-void run_released(double flop, AttentionOptions* options, void (*work)(void*), void* context) {
+void run_released(double flop, Executor** executor, void (*work)(void*), void* context) {
   const bool listens = flop >= kInterruptibleFlop && is_main_thread();
   PyThreadState* state = PyEval_SaveThread();
-  InterruptibleExecutor executor(&state);
-  if (listens && options) options->executor = &executor;
+  InterruptibleExecutor listening(&state);
+  if (listens && executor) *executor = &listening;
   std::exception_ptr failure;
   try {
     work(context);
@@ -130,7 +130,7 @@ void run_released(double flop, AttentionOptions* options, void (*work)(void*), v
   }
   PyEval_RestoreThread(state);
   if (failure) std::rethrow_exception(failure);
-  if (executor.is_interrupted()) throw PythonError();
+  if (listening.is_interrupted()) throw PythonError();
 }
 
 }  // namespace qkv::python

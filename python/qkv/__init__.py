@@ -12,11 +12,29 @@ doors for those libraries and are imported on their own; this module needs NumPy
 """
 
 from . import _core
-from ._core import Mask, attention, set_num_threads
+from ._core import Mask, attention, attention_varlen, merge_states, set_num_threads
+from ._files import load_npy, load_safetensors, load_safetensors_metadata, save_safetensors
+from ._layers import GQA, MHA, MQA
 
 __version__ = _core.__version__
 
-__all__ = ["Mask", "attention", "info", "plan", "set_isa", "set_num_threads"]
+__all__ = [
+    "GQA",
+    "MHA",
+    "MQA",
+    "Mask",
+    "attention",
+    "attention_varlen",
+    "info",
+    "load_npy",
+    "load_safetensors",
+    "load_safetensors_metadata",
+    "merge_states",
+    "plan",
+    "save_safetensors",
+    "set_isa",
+    "set_num_threads",
+]
 
 
 def plan(
