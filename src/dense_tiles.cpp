@@ -3,7 +3,7 @@
 #include "dense_tiles.h"
 
 #include <algorithm>
-#include <limits>
+#include <cstring>
 
 #include "call.h"
 #include "kernels/kernels.h"
@@ -20,58 +20,48 @@ constexpr int64_t kMinElements = 1 << 16;
 // Elements that are worth a task of their own (about 100 us).
 constexpr int64_t kElementsPerTask = 1 << 20;
 
-// Whether an element hides, and whether it is anything but 0 (true).
-template <class T>
-struct Element {
-  static bool hides(T x) { return x == -std::numeric_limits<T>::infinity(); }
-  static bool is_zero(T x) { return x == 0; }
+// Elements by their bits, so that a row is two or-reductions, which every compiler turns into vectors.
+template <class T, T kMinusInfinity>
+struct FloatBits {
+  using Bits = T;
+  static Bits not_hidden(Bits x) { return x ^ kMinusInfinity; }       // 0 for -inf
+  static Bits not_zero(Bits x) { return static_cast<Bits>(x << 1); }  // 0 for 0 and -0
 };
-template <>
-struct Element<uint8_t> {  // boolean
-  static bool hides(uint8_t x) { return x == 0; }
-  static bool is_zero(uint8_t x) { return x != 0; }
-};
-template <>
-struct Element<bf16_t> {
-  static bool hides(bf16_t x) { return x.bits == 0xFF80; }
-  static bool is_zero(bf16_t x) { return (x.bits & 0x7FFF) == 0; }
-};
-template <>
-struct Element<f16_t> {
-  static bool hides(f16_t x) { return x.bits == 0xFC00; }
-  static bool is_zero(f16_t x) { return (x.bits & 0x7FFF) == 0; }
+struct BooleanBits {
+  using Bits = uint8_t;
+  static Bits not_hidden(Bits x) { return x; }
+  static Bits not_zero(Bits x) { return x == 0 ? 1 : 0; }
 };
 
-template <class T>
-uint8_t bits_of(const T* row, int64_t stride, int64_t n) {
-  bool some_visible = false, some_not_zero = false;
-  if (stride == 1) {  // a loop the compiler turns into vectors
-    for (int64_t j = 0; j < n; ++j) {
-      some_visible |= !Element<T>::hides(row[j]);
-      some_not_zero |= !Element<T>::is_zero(row[j]);
-    }
-  } else {
-    for (int64_t j = 0; j < n; ++j) {
-      some_visible |= !Element<T>::hides(row[j * stride]);
-      some_not_zero |= !Element<T>::is_zero(row[j * stride]);
-    }
+template <class Element>
+uint8_t bits_of(const void* data, int64_t offset, int64_t stride, int64_t n) {
+  using Bits = typename Element::Bits;
+  const char* row = static_cast<const char*>(data) + offset * static_cast<int64_t>(sizeof(Bits));
+  const int64_t step = stride * static_cast<int64_t>(sizeof(Bits));
+  Bits not_hidden = 0, not_zero = 0;
+  for (int64_t j = 0; j < n; ++j) {
+    Bits x;
+    std::memcpy(&x, row + (stride == 1 ? j * static_cast<int64_t>(sizeof(Bits)) : j * step),
+                sizeof(Bits));
+    not_hidden |= Element::not_hidden(x);
+    not_zero |= Element::not_zero(x);
   }
-  return static_cast<uint8_t>((some_visible ? DenseTiles::kSomeVisible : 0) |
-                              (some_not_zero ? DenseTiles::kSomeNotZero : 0));
+  return static_cast<uint8_t>((not_hidden ? DenseTiles::kSomeVisible : 0) |
+                              (not_zero ? DenseTiles::kSomeNotZero : 0));
 }
 
 uint8_t bits_of(const ConstTensor& t, int64_t offset, int64_t stride, int64_t n) {
   switch (t.dtype) {
     case DType::f64:
-      return bits_of(static_cast<const double*>(t.data) + offset, stride, n);
+      return bits_of<FloatBits<uint64_t, 0xFFF0000000000000>>(t.data, offset, stride, n);
     case DType::bf16:
-      return bits_of(static_cast<const bf16_t*>(t.data) + offset, stride, n);
+      return bits_of<FloatBits<uint16_t, 0xFF80>>(t.data, offset, stride, n);
     case DType::f16:
-      return bits_of(static_cast<const f16_t*>(t.data) + offset, stride, n);
+      return bits_of<FloatBits<uint16_t, 0xFC00>>(t.data, offset, stride, n);
     case DType::boolean:
-      return bits_of(static_cast<const uint8_t*>(t.data) + offset, stride, n);
+      return bits_of<BooleanBits>(t.data, offset, stride, n);
     default:
-      return bits_of(static_cast<const float*>(t.data) + offset, stride, n);
+      return bits_of<FloatBits<uint32_t, 0xFF800000>>(t.data, offset, stride, n);
   }
 }
 

@@ -85,40 +85,57 @@ HWY_INLINE void DenseRow(const DenseTerm& term, int64_t offset, int n, T* HWY_RE
   }
 }
 
-// tile[key][lane] = sum of the terms for the keys [begin, end) of the block at k0. rows: 4 rows of
-// kBlock.
+// Sum of all terms for one row: a key hidden by one term stays hidden.
+template <class T>
+HWY_INLINE void DenseRowOfTask(const AttentionTask& task, int64_t token, int64_t head, int64_t key,
+                               int n, T* HWY_RESTRICT row) {
+  const T hidden = -static_cast<T>(__builtin_inff());
+  for (int64_t i = 0; i < task.n_dense; i++) {
+    const DenseTerm& term = task.dense[i];
+    const int64_t offset =
+        token * term.token_stride + head * term.head_stride + key * term.key_stride;
+    if (i == 0) {
+      DenseRow(term, offset, n, row);
+      continue;
+    }
+    T more[kBlock];
+    DenseRow(term, offset, n, more);
+    for (int x = 0; x < n; x++) {
+      row[x] = row[x] == hidden || more[x] == hidden ? hidden : row[x] + more[x];
+    }
+  }
+}
+
+// tile[key][lane] = sum of the terms for the keys [begin, end) of the block at k0. rows: kLanes rows
+// of row_stride. A single term in the arithmetic type is transposed from where it lies, and its part
+// for the next block is fetched: rows of an array are far apart, and the prefetcher does not see them.
 template <class T, class PanelT>
 HWY_NOINLINE void LoadDense(const AttentionTask& task, const PanelT& panel, int64_t k0, int begin,
                             int end, T* HWY_RESTRICT rows, int64_t row_stride,
                             T* HWY_RESTRICT tile) {
-  const T hidden = -static_cast<T>(__builtin_inff());
-  const int n = end - begin;
+  const DenseTerm& first = task.dense[0];
+  const bool in_place = task.n_dense == 1 && first.key_stride == 1 &&
+                        first.dtype == (sizeof(T) == 4 ? DType::f32 : DType::f64);
+  const int whole = in_place ? (end - begin) / kLanes<T> * kLanes<T> : 0;
+  const bool has_next = in_place && k0 + 2 * kBlock <= task.kv_end;
   const T* natural[kLanes<T>];
-  for (int w = 0; w < kPanel<T>; w += kLanes<T>) {
-    for (int64_t i = 0; i < task.n_dense; i++) {
-      const DenseTerm& term = task.dense[i];
+  for (int w = 0; w < RoundUp(panel.n_rows, kLanes<T>); w += kLanes<T>) {
+    if (in_place) {
       for (int r = 0; r < kLanes<T>; r++) {
-        const int64_t offset = panel.token[w + r] * term.token_stride +
-                               panel.head[w + r] * term.head_stride +
-                               (k0 + begin) * term.key_stride;
-        DenseRow(term, offset, n, rows + r * row_stride);
-        natural[r] = rows + r * row_stride;
+        natural[r] = static_cast<const T*>(first.data) + panel.token[w + r] * first.token_stride +
+                     panel.head[w + r] * first.head_stride + k0 + begin;
+        if (has_next) PrefetchRow(natural[r] - begin + kBlock, kBlock);
       }
-      if (i == 0) {
-        RowsToPanel(natural, n, T{1}, tile + begin * kPanel<T> + w, kPanel<T>);
-        continue;
-      }
-      for (int x = 0; x < n; x++) {  // a key hidden by one term stays hidden
-        for (int r = 0; r < kLanes<T>; r++) {
-          T* sum = tile + (begin + x) * kPanel<T> + w + r;
-          if (natural[r][x] == hidden) {
-            *sum = hidden;
-          } else if (*sum != hidden) {
-            *sum += natural[r][x];
-          }
-        }
-      }
+      RowsToPanel(natural, whole, static_cast<T>(kLog2E), tile + begin * kPanel<T> + w, kPanel<T>);
     }
+    const int rest = end - begin - whole;
+    if (rest == 0) continue;
+    for (int r = 0; r < kLanes<T>; r++) {
+      T* row = rows + r * row_stride;
+      DenseRowOfTask(task, panel.token[w + r], panel.head[w + r], k0 + begin + whole, rest, row);
+      natural[r] = row;
+    }
+    RowsToPanel(natural, rest, T{1}, tile + (begin + whole) * kPanel<T> + w, kPanel<T>);
   }
 }
 

@@ -26,8 +26,6 @@ HWY_INLINE int Within(int64_t key) {
   return static_cast<int>(key < 0 ? 0 : key > kBlock ? kBlock : key);
 }
 
-HWY_INLINE int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
 template <class T>
 struct KeyPiece {
   const T* k;

@@ -162,6 +162,7 @@ HWY_INLINE void BlockScores(const AttentionTask& task, const PanelWork<T>& work,
     common.dense = work.dense;
   }
   const bool everywhere = common.softcap > 0 || common.slope || common.dense || common.q_ids;
+  const bool only_dense = common.dense && common.softcap == 0 && !common.slope && !common.q_ids;
   bool has_ranges = false;
   for (int i = 0; i < spans.n; i++) {
     const Span span = spans.span[i];
@@ -190,6 +191,10 @@ HWY_INLINE void BlockScores(const AttentionTask& task, const PanelWork<T>& work,
     }
     if (!everywhere) {
       HideOutside(work.lo, work.hi, work.s, work.max, span.begin, span.end, span.v0, span.nv);
+      continue;
+    }
+    if (only_dense && !span.masked) {
+      AddDense(work.dense, work.s, work.max, span.begin, span.end, span.v0, span.nv);
       continue;
     }
     ScoreSteps<T> steps = common;

@@ -91,6 +91,25 @@ HWY_NOINLINE void FinishScores(const ScoreSteps<T>& steps, T* HWY_RESTRICT s, T*
   }
 }
 
+// The same where the sum of dense terms is the only step.
+template <class T>
+HWY_NOINLINE void AddDense(const T* HWY_RESTRICT dense, T* HWY_RESTRICT s, T* HWY_RESTRICT max,
+                           int begin, int end, int v0, int nv) {
+  const Tag<T> d;
+  const Vec<T> hidden = NegativeInfinity<T>();
+  for (int w = v0 * kLanes<T>; w < (v0 + nv) * kLanes<T>; w += kLanes<T>) {
+    Vec<T> mx = hn::Load(d, max + w);
+    for (int x = begin; x < end; x++) {
+      const Vec<T> bias = hn::Load(d, dense + x * kPanel<T> + w);
+      const Vec<T> sum = hn::Add(hn::Load(d, s + x * kPanel<T> + w), bias);
+      const Vec<T> score = hn::IfThenElse(hn::Eq(bias, hidden), hidden, sum);
+      hn::Store(score, d, s + x * kPanel<T> + w);
+      mx = hn::Max(mx, score);
+    }
+    hn::Store(mx, d, max + w);
+  }
+}
+
 // The same where ranges are the only step, which is what a causal diagonal needs.
 template <class T>
 HWY_NOINLINE void HideOutside(const T* HWY_RESTRICT lo_all, const T* HWY_RESTRICT hi_all,

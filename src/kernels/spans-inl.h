@@ -19,6 +19,8 @@ namespace HWY_NAMESPACE {
 // Keys per block: s^T of 128 keys stays in L1 beside the Q panel (64 and 256 measure within 1 %).
 inline constexpr int kBlock = 128;
 
+HWY_INLINE int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
 struct Span {
   int begin, end;  // keys, relative to the block
   int v0, nv;      // vectors [v0, v0 + nv) of the panel
