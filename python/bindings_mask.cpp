@@ -158,8 +158,8 @@ p is the position of query i: p = i under "top_left", p = i + n_kv - n_q under "
   documents(q_ids, kv_ids)  q_ids[i] == kv_ids[j]
   dense(array)           array[b, h, i, j] is True, or an additive array: -inf hides
 
-lengths together with a bottom_right kind: each batch entry is aligned by its own length,
-p = i + kv_lengths[b] - n_q; queries with p < 0 see nothing.
+lengths alone hide padding. lengths together with causal_bottom_right: each batch entry is a sequence of its
+own length, p = i + kv_lengths[b] - n_q for every bottom_right kind of the mask; queries with p < 0 see nothing.
 
 >>> qkv.Mask.window(1, 0).to_dense(2, 4).tolist()
 [[False, True, True, False], [False, False, True, True]])doc")

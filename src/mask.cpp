@@ -35,10 +35,9 @@ int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b < 0 ? 1 : 0); }
   throw Error(std::string(caller) + ": " + what);
 }
 
-// Position of query 0. n_keys is the length of the batch entry; this cannot overflow, nor can
-// adding a row index.
-int64_t first(Alignment alignment, int64_t n_q, int64_t n_keys) {
-  return alignment == Alignment::top_left ? 0 : n_keys - n_q;
+// Position of query 0. aligned: see aligned_keys(). This cannot overflow, nor can adding a row index.
+int64_t first(const Term& t, const MaskShape& shape, int64_t aligned) {
+  return t.alignment == Alignment::top_left ? 0 : aligned - shape.n_q;
 }
 
 // The extents of arrays that the mask holds, in constant time: what keeps reads in bounds.
@@ -65,10 +64,10 @@ bool is_hidden(const ConstTensor& dense, int64_t offset) {
   return dense.dtype == DType::boolean ? x == 0 : x == -std::numeric_limits<double>::infinity();
 }
 
-// The definition of one term; n_keys as in first.
-bool sees(const Term& t, const MaskShape& shape, int64_t n_keys, int64_t b, int64_t h, int64_t i,
+// The definition of one term.
+bool sees(const Term& t, const MaskShape& shape, int64_t aligned, int64_t b, int64_t h, int64_t i,
           int64_t j) {
-  const int64_t p = i + first(t.alignment, shape.n_q, n_keys);
+  const int64_t p = i + first(t, shape, aligned);
   switch (t.kind) {
     case Kind::causal:
       return j <= p;
@@ -90,9 +89,9 @@ bool sees(const Term& t, const MaskShape& shape, int64_t n_keys, int64_t b, int6
 
 // out[r] = out[r] and what the term shows to row i0 + r. Dense terms and scattered documents are
 // left for the caller.
-void intersect(const Term& t, const MaskShape& shape, int64_t n_keys, int64_t b, int64_t i0,
+void intersect(const Term& t, const MaskShape& shape, int64_t aligned, int64_t b, int64_t i0,
                int64_t n, RowRange* out) {
-  const int64_t p0 = i0 + first(t.alignment, shape.n_q, n_keys);
+  const int64_t p0 = i0 + first(t, shape, aligned);
   switch (t.kind) {
     case Kind::causal:
       for (int64_t r = 0; r < n; ++r) out[r].hi = std::min(out[r].hi, p0 + r + 1);
@@ -124,7 +123,7 @@ void intersect(const Term& t, const MaskShape& shape, int64_t n_keys, int64_t b,
       }
       break;
     }
-    case Kind::lengths:  // already in n_keys
+    case Kind::lengths:  // where the ranges begin
     case Kind::dense:
       break;
   }
@@ -249,12 +248,12 @@ void Mask::row_ranges(const MaskShape& shape, int64_t b, int64_t i0, int64_t n,
                                  ", rows [" + std::to_string(i0) + ", " + std::to_string(i0) +
                                  " + " + std::to_string(n) + ") and scores " + shape_text(shape));
   for (const Term& t : terms()) check_extents(t, shape, "Mask::row_ranges");
-  const int64_t n_keys = keys_of_entry(*this, shape, b);
-  std::fill(out, out + n, RowRange{0, n_keys});
-  for (const Term& t : terms()) intersect(t, shape, n_keys, b, i0, n, out);
+  const int64_t aligned = aligned_keys(*this, shape, b);
+  std::fill(out, out + n, RowRange{0, keys_of_entry(*this, shape, b)});
+  for (const Term& t : terms()) intersect(t, shape, aligned, b, i0, n, out);
 
   if (is_aligned_by_length(*this)) {
-    const int64_t n_before = std::clamp<int64_t>(shape.n_q - n_keys - i0, 0, n);  // rows with p < 0
+    const int64_t n_before = std::clamp<int64_t>(shape.n_q - aligned - i0, 0, n);  // p < 0
     std::fill(out, out + n_before, RowRange{0, 0});
   }
   for (int64_t r = 0; r < n; ++r)
@@ -263,10 +262,10 @@ void Mask::row_ranges(const MaskShape& shape, int64_t b, int64_t i0, int64_t n,
 
 bool Mask::visible(const MaskShape& shape, int64_t b, int64_t h, int64_t i, int64_t j) const {
   for (const Term& t : terms()) check_extents(t, shape, "Mask::visible");
-  const int64_t n_keys = keys_of_entry(*this, shape, b);
-  if (is_aligned_by_length(*this) && i + n_keys - shape.n_q < 0) return false;
+  const int64_t aligned = aligned_keys(*this, shape, b);
+  if (is_aligned_by_length(*this) && i + aligned - shape.n_q < 0) return false;
   return std::all_of(terms().begin(), terms().end(),
-                     [&](const Term& t) { return sees(t, shape, n_keys, b, h, i, j); });
+                     [&](const Term& t) { return sees(t, shape, aligned, b, h, i, j); });
 }
 
 bool visible_in_range(const Mask& mask, const MaskShape& shape, int64_t b, int64_t h, int64_t i,

@@ -30,12 +30,12 @@ Wide width(const Mask& mask, const MaskShape& shape, int64_t b, int64_t i) {
 // Rows between which lo and hi of a row change their form. A bound is a constant or p plus a
 // constant; the form changes where two of them cross.
 std::vector<int64_t> cuts(const Mask& mask, const MaskShape& shape, int64_t b) {
-  const int64_t n_keys = keys_of_entry(mask, shape, b);
+  const int64_t n_keys = keys_of_entry(mask, shape, b), aligned = aligned_keys(mask, shape, b);
   std::vector<int64_t> constants = {0, n_keys};
   std::vector<int64_t> moving;  // value in row 0
   for (const Term& t : mask.terms()) {
     if (!t.is_aligned()) continue;
-    const int64_t p0 = t.alignment == Alignment::top_left ? 0 : n_keys - shape.n_q;
+    const int64_t p0 = t.alignment == Alignment::top_left ? 0 : aligned - shape.n_q;
     moving.push_back(p0);
     int64_t bound;
     if (t.kind == Kind::window && t.a > 0 && !__builtin_sub_overflow(p0, t.a, &bound))

@@ -43,13 +43,17 @@ int64_t keys_of_entry(const Mask& mask, const MaskShape& shape, int64_t b) {
   return shape.n_kv;
 }
 
+int64_t aligned_keys(const Mask& mask, const MaskShape& shape, int64_t b) {
+  return is_aligned_by_length(mask) ? keys_of_entry(mask, shape, b) : shape.n_kv;
+}
+
 bool is_aligned_by_length(const Mask& mask) {
-  bool has_lengths = false, has_bottom_right = false;
+  bool has_lengths = false, is_causal = false;
   for (const Term& t : mask.terms()) {
     has_lengths |= t.kind == Kind::lengths;
-    has_bottom_right |= t.is_aligned() && t.alignment == Alignment::bottom_right;
+    is_causal |= t.kind == Kind::causal && t.alignment == Alignment::bottom_right;
   }
-  return has_lengths && has_bottom_right;
+  return has_lengths && is_causal;
 }
 
 int64_t first_position(const Mask& mask, const MaskShape& shape, int64_t b) {
@@ -58,7 +62,7 @@ int64_t first_position(const Mask& mask, const MaskShape& shape, int64_t b) {
     if (t.is_aligned())
       (t.alignment == Alignment::top_left ? has_top_left : has_bottom_right) = true;
   if (has_top_left && !has_bottom_right) return 0;
-  return (is_aligned_by_length(mask) ? keys_of_entry(mask, shape, b) : shape.n_kv) - shape.n_q;
+  return aligned_keys(mask, shape, b) - shape.n_q;
 }
 
 const MaskDocuments* scattered_documents(const Mask& mask) {

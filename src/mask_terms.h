@@ -77,11 +77,12 @@ std::string shape_text(const MaskShape& shape);
 
 /// Keys of batch entry b: its length if the mask has lengths, else n_kv.
 int64_t keys_of_entry(const Mask& mask, const MaskShape& shape, int64_t b);
-/// Position p of query 0 of batch entry b for ALiBi: bottom_right (by the entry's own length if the
-/// mask has lengths and a bottom_right term) unless the mask names top_left alone.
+/// Position p of query 0 of batch entry b for ALiBi: bottom_right unless the mask names top_left alone.
 int64_t first_position(const Mask& mask, const MaskShape& shape, int64_t b);
-/// True if p of bottom_right is counted from each entry's own length: lengths together with a
-/// bottom_right kind. Queries with p < 0 are then empty rows.
+/// n_kv, or the entry's own length if bottom_right is counted from it (is_aligned_by_length).
+int64_t aligned_keys(const Mask& mask, const MaskShape& shape, int64_t b);
+/// True for lengths together with causal_bottom_right: each entry is a sequence of its own length. Queries with p < 0 are
+/// then empty rows.
 bool is_aligned_by_length(const Mask& mask);
 /// Whether the terms that row_ranges() leaves open show key j of a row's range.
 bool visible_in_range(const Mask& mask, const MaskShape& shape, int64_t b, int64_t h, int64_t i,

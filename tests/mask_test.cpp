@@ -20,8 +20,8 @@ constexpr int64_t kMax = std::numeric_limits<int64_t>::max();
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
 struct Cell {
-  int64_t b, h, i, j, n_q,
-      n_keys;  // n_keys: the length of the batch entry if the mask has lengths, else n_kv
+  int64_t b, h, i, j, n_q;
+  int64_t n_keys;  // the entry's own length with lengths & causal_bottom_right, else n_kv
   int64_t p(Alignment a) const { return a == Alignment::top_left ? i : i + n_keys - n_q; }
 };
 
@@ -29,24 +29,23 @@ struct Cell {
 struct Defined {
   Mask mask;
   std::function<bool(const Cell&)> sees;
-  bool is_bottom_right = false;
+  bool is_causal_bottom_right = false;
   std::vector<int64_t> lengths = {};
 };
 
 bool sees(const std::vector<const Defined*>& parts, const MaskShape& s, int64_t b, int64_t h,
           int64_t i, int64_t j) {
   Cell cell{b, h, i, j, s.n_q, s.n_kv};
+  const bool is_causal = std::any_of(parts.begin(), parts.end(),
+                                     [](const Defined* d) { return d->is_causal_bottom_right; });
   bool has_lengths = false;
   for (const Defined* d : parts)
-    if (!d->lengths.empty()) {
+    if (!d->lengths.empty() && is_causal) {
       has_lengths = true;
       cell.n_keys = std::min(cell.n_keys, d->lengths[static_cast<size_t>(b)]);
     }
-  for (const Defined* d : parts) {
-    if (has_lengths && d->is_bottom_right && cell.p(Alignment::bottom_right) < 0) return false;
-    if (!d->sees(cell)) return false;
-  }
-  return true;
+  if (has_lengths && cell.p(Alignment::bottom_right) < 0) return false;
+  return std::all_of(parts.begin(), parts.end(), [&](const Defined* d) { return d->sees(cell); });
 }
 
 int64_t floor_div(int64_t a, int64_t b) { return (a - ((a % b) + b) % b) / b; }
@@ -65,24 +64,17 @@ class Kinds {
       for (int64_t left : {-1, 0, 1, 3})
         for (int64_t right : {-1, 0, 1, 3})
           if (many_windows || left + right == 1 || left + right == 2)
-            add(
-                Mask::window(left, right, a),
-                [=](const Cell& c) {
-                  return (left < 0 || c.j >= c.p(a) - left) && (right < 0 || c.j <= c.p(a) + right);
-                },
-                br);
+            add(Mask::window(left, right, a), [=](const Cell& c) {
+              return (left < 0 || c.j >= c.p(a) - left) && (right < 0 || c.j <= c.p(a) + right);
+            });
     }
     for (int64_t n : {0, 1, 4})
-      add(
-          Mask::prefix(n),
-          [=](const Cell& c) { return c.j < n || c.j <= c.p(Alignment::bottom_right); }, true);
+      add(Mask::prefix(n),
+          [=](const Cell& c) { return c.j < n || c.j <= c.p(Alignment::bottom_right); });
     for (int64_t size : {1, 2, 3, 7})
-      add(
-          Mask::chunk(size),
-          [=](const Cell& c) {
-            return floor_div(c.j, size) == floor_div(c.p(Alignment::bottom_right), size);
-          },
-          true);
+      add(Mask::chunk(size), [=](const Cell& c) {
+        return floor_div(c.j, size) == floor_div(c.p(Alignment::bottom_right), size);
+      });
     add_lengths({std::min<int64_t>(2, s.n_kv), s.n_kv});
     add_lengths({0, s.n_kv / 2});
     for (bool is_scattered : {false, true})
@@ -98,8 +90,8 @@ class Kinds {
   const std::vector<Defined>& all() const { return all_; }
 
  private:
-  void add(Mask mask, std::function<bool(const Cell&)> sees, bool is_bottom_right = false) {
-    all_.push_back({std::move(mask), std::move(sees), is_bottom_right});
+  void add(Mask mask, std::function<bool(const Cell&)> sees, bool is_causal_bottom_right = false) {
+    all_.push_back({std::move(mask), std::move(sees), is_causal_bottom_right});
   }
   void add_lengths(std::vector<int64_t> lengths) {
     all_.push_back({Mask::lengths(lengths),
@@ -297,7 +289,7 @@ TEST(Mask, HugeExtents_DoNotOverflow) {
   expect_row(Mask::chunk(kMax), tall, 0, 0, 0);
 }
 
-TEST(Mask, LengthsAndBottomRight_AlignEachEntryByItsOwnLength) {
+TEST(Mask, LengthsAndCausalBottomRight_AlignEachEntryByItsOwnLength) {
   const int64_t lengths[] = {6, 3, 1, 0};
   const Mask mask = Mask::causal_bottom_right() & Mask::lengths(lengths);
   const MaskShape shape{4, 1, 2, 6};
@@ -305,9 +297,20 @@ TEST(Mask, LengthsAndBottomRight_AlignEachEntryByItsOwnLength) {
   EXPECT_EQ(mask.to_text(shape, 1), "xx....\nxxx...\n");
   EXPECT_EQ(mask.to_text(shape, 2), "......\nx.....\n");
   EXPECT_EQ(mask.to_text(shape, 3), "......\n......\n");
-  // p < 0 sees nothing even where the window would reach a key.
-  const Mask window = Mask::window(-1, 2) & Mask::lengths(lengths);
+  // So is every other bottom_right kind of that mask; p < 0 sees nothing.
+  const Mask window = Mask::window(0, -1) & mask;
+  EXPECT_EQ(window.to_text(shape, 0), "....x.\n.....x\n");
+  EXPECT_EQ(window.to_text(shape, 1), ".x....\n..x...\n");
   EXPECT_EQ(window.to_text(shape, 2), "......\nx.....\n");
+}
+
+TEST(Mask, LengthsWithoutCausalBottomRight_HidePaddingAndMoveNothing) {
+  const int64_t lengths[] = {6, 4};
+  const MaskShape shape{2, 1, 2, 6};
+  const Mask window = Mask::window(1, -1) & Mask::lengths(lengths);
+  EXPECT_EQ(window.to_text(shape, 0), "...xxx\n....xx\n");
+  EXPECT_EQ(window.to_text(shape, 1), "...x..\n......\n");
+  EXPECT_EQ((Mask::chunk(3) & Mask::lengths(lengths)).to_text(shape, 1), "...x..\n...x..\n");
   EXPECT_EQ(Mask::window(-1, 2).to_text({1, 1, 4, 2}), "x.\nxx\nxx\nxx\n");
 }
 

@@ -39,7 +39,8 @@ struct MaskShape {
 ///   documents              q_ids[i] == kv_ids[j]
 ///   dense                  array[b, h, i, j] is true (boolean), or an additive array: -inf hides, other values are a bias
 ///
-/// lengths together with a bottom_right kind: p = i + kv_lengths[b] - n_q; rows with p < 0 see nothing.
+/// lengths alone hide padding. lengths together with causal_bottom_right: each entry is a sequence of its own length, so
+/// p = i + kv_lengths[b] - n_q for every bottom_right kind of the mask; rows with p < 0 see nothing.
 class QKV_EXPORT Mask {
  public:
   Mask() = default;  ///< full
