@@ -106,8 +106,7 @@ class Schedule {
     task->state_l = p + cut_.task_rows * (call_.head_dim_v + 1) * bytes;
   }
 
-  // Adds the parts of a block in key order. References are integers, so every factor is an exact
-  // power of two.
+  // Adds the parts of a block in key order.
   template <class T>
   void merge(const AttentionTask& task, int64_t block) const {
     T* m = static_cast<T*>(task.state_m);

@@ -115,9 +115,9 @@ HWY_INLINE RowRange StartDecode(const AttentionTask& task, DecodeWork<T>* work) 
     if (task.sinks) {  // a sink is an initial state: its logit is in the sum before the first key
       const T logit = static_cast<T>(task.sinks[head] * kLog2E);
       if (logit != -static_cast<T>(__builtin_inff())) {
-        row->reference = hn::GetLane(hn::Ceil(hn::Set(d, logit)));
-        row->limit = row->reference + static_cast<T>(kRaiseAbove);
-        sum[0] = hn::GetLane(Exp2(hn::Set(d, logit - row->reference)));
+        row->reference = logit;
+        row->limit = logit + static_cast<T>(kRaiseAbove);
+        sum[0] = T{1};
       }
     }
     if (++head == task.group_size) head = 0, token++;

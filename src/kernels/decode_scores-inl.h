@@ -132,15 +132,14 @@ HWY_NOINLINE void RaiseRow(T mx, DecodeRow<T>* row, T* HWY_RESTRICT sum, T* HWY_
                            int64_t head_dim_v) {
   const Tag<T> d;
   const bool started = row->limit > -static_cast<T>(__builtin_inff());
-  const T reference = hn::GetLane(hn::Ceil(hn::Set(d, mx)));
   if (started) {
-    const Vec<T> factor = Exp2(hn::Set(d, row->reference - reference));
+    const Vec<T> factor = Exp2(hn::Set(d, row->reference - mx));
     hn::Store(hn::Mul(hn::Load(d, sum), factor), d, sum);
     for (int64_t x = 0; x < head_dim_v; x += kLanes<T>)
       hn::Store(hn::Mul(hn::Load(d, out + x), factor), d, out + x);
   }
-  row->reference = reference;
-  row->limit = reference + static_cast<T>(kRaiseAbove);
+  row->reference = mx;
+  row->limit = mx + static_cast<T>(kRaiseAbove);
 }
 
 // s = 2^(s - m) in place, sum += s. A hidden key gets -0, which tells it from a visible one of weight 0.

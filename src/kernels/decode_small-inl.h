@@ -162,7 +162,7 @@ HWY_NOINLINE bool AttendSmall(const AttentionTask& task, int64_t first_row) {
   }
   Vec<float> mx = hn::Max(s, hn::Shuffle1032(s));
   mx = hn::Max(mx, hn::Shuffle2301(mx));
-  const Vec<float> m = hn::IfThenElseZero(hn::Gt(mx, hidden), hn::Ceil(mx));
+  const Vec<float> m = hn::IfThenElseZero(hn::Gt(mx, hidden), mx);
   const Vec<float> weight = Exp2(hn::Sub(s, m));
   const Vec<float> l = SumInBlocks(weight);
   const Vec<float> factor =

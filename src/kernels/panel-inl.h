@@ -200,9 +200,9 @@ HWY_INLINE void StartState(const AttentionTask& task, Panel<T>* panel) {
   for (int w = 0; w < kPanel<T>; w += kLanes<T>) {
     const Vec<T> logit = hn::Load(d, state.sum + w);
     const auto present = hn::Not(hn::Eq(logit, NegativeInfinity<T>()));
-    const Vec<T> reference = hn::IfThenElseZero(present, hn::Ceil(logit));
+    const Vec<T> reference = hn::IfThenElseZero(present, logit);
     hn::Store(reference, d, state.reference + w);
-    hn::Store(hn::IfThenElseZero(present, Exp2(hn::Sub(logit, reference))), d, state.sum + w);
+    hn::Store(hn::IfThenElseZero(present, hn::Set(d, T{1})), d, state.sum + w);
     hn::Store(hn::IfThenElse(present, hn::Add(reference, hn::Set(d, static_cast<T>(kRaiseAbove))),
                              NegativeInfinity<T>()),
               d, state.threshold + w);

@@ -3,9 +3,9 @@
 // block of transposed scores s[key][lane] between the two products. Online softmax: Milakov &
 // Gimelshein, arXiv:1805.02867.
 //
-// The reference of a row is an integer in log2 units and is raised only when a score passes it by
-// more than 8, so every correction is an exact power of two: when it happens does not change a bit,
-// and parts of a split merge exactly. Scores are kept without it and lose it right before exp: as a
+// The reference of a row is the largest score of its first block and is raised only when a score
+// passes it by more than 8: corrections are rare. A row that sees one key has weight 2^0: its value
+// comes out bit for bit, and equal scores weigh exactly the same. Scores are kept without it and lose it right before exp: as a
 // start value of the products it would save that subtraction (1 % at head dim 64) but round every
 // score in another way in each block, so that equal scores differ and weights do not sum to 1.
 #if defined(QKV_KERNELS_SOFTMAX_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -151,7 +151,7 @@ HWY_NOINLINE void Raise(const PanelState<T>& state, const T* HWY_RESTRICT max, i
     if (hn::AllFalse(d, raise)) continue;
     const auto started = hn::Gt(threshold, NegativeInfinity<T>());
     const Vec<T> old = hn::Load(d, state.reference + w);
-    const Vec<T> reference = hn::IfThenElse(raise, hn::Ceil(mx), old);
+    const Vec<T> reference = hn::IfThenElse(raise, mx, old);
     hn::Store(reference, d, state.reference + w);
     hn::Store(hn::IfThenElse(raise, hn::Add(reference, hn::Set(d, static_cast<T>(kRaiseAbove))),
                              threshold),
