@@ -237,7 +237,7 @@ TEST(AttentionBits, NanInHiddenKeysAndValues_ChangesNoBit) {
             make_problem(e, std::array{DType::f32, DType::f64, DType::bf16}[seed % 3], random);
         p.options.mask = p.masks->make(static_cast<MaskKind>(kind));
         if (seed % 2) p.options.mask = p.options.mask & Mask::window(3, 0);
-        p.text += " " + p.options.mask.name();
+        p.add_text(p.options.mask.name());
         num_hidden += expect_hidden_stays_hidden(p, random);
         if (testing::Test::HasFailure()) return;
       }

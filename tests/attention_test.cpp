@@ -37,7 +37,7 @@ TEST(Attention, RowsAndKeysAroundTileBorders_EqualTheReference) {
              {Mask::full(), Mask::causal_bottom_right(), Mask::causal_top_left()}) {
           Problem p = make_problem({1, 2, 2, n_q, n_kv, 5, 6}, dtype, random);
           p.options.mask = mask;
-          p.text += " " + mask.name();
+          p.add_text(mask.name());
           expect_reference(p);
           ASSERT_NO_FATAL_FAILURE(expect_stop());
         }
@@ -64,7 +64,7 @@ TEST(Attention, EveryPairOfMaskKinds_EqualsTheReference) {
         Problem p = make_problem(e, DType::f32, random);
         p.options.mask =
             p.masks->make(static_cast<MaskKind>(a)) & p.masks->make(static_cast<MaskKind>(b));
-        p.text += " " + p.options.mask.name();
+        p.add_text(p.options.mask.name());
         expect_reference(p);
         ASSERT_NO_FATAL_FAILURE(expect_stop());
       }
@@ -77,7 +77,7 @@ TEST(Attention, EveryGroupSize_EqualsTheReference) {
       for (int kind = 0; kind < test::kNumMaskKinds; ++kind) {
         Problem p = make_problem({2, 24, 24 / group_size, n_q, 40, 16, 12}, DType::f32, random);
         p.options.mask = p.masks->make(static_cast<MaskKind>(kind));
-        p.text += " " + p.options.mask.name();
+        p.add_text(p.options.mask.name());
         expect_reference(p);
         ASSERT_NO_FATAL_FAILURE(expect_stop());
       }
@@ -106,7 +106,7 @@ TEST(Attention, EveryLayoutAndGuardPage_EqualsTheReference) {
           const bool is_broadcast =
               layout == Layout::broadcast_heads || layout == Layout::broadcast_batch;
           Problem p = make_problem(e, dtype, random, dtype, layout, guard);
-          p.text += " layout " + std::to_string(static_cast<int>(layout));
+          p.add_text("layout", std::to_string(static_cast<int>(layout)));
           expect_reference(p, is_broadcast ? Layout::contiguous : layout);
           ASSERT_NO_FATAL_FAILURE(expect_stop());
         }
@@ -136,7 +136,7 @@ TEST(Attention, HugeScores_DoNotOverflow) {
         p.options.scale = 1;
         for (int64_t d = 0; d < 8; ++d)
           p.k.set(0, 0, n_kv / 2, d, amplitude * p.q.get(0, 0, 3, d));  // one very large score
-        p.text += " amplitude " + std::to_string(amplitude);
+        p.add_text("amplitude", std::to_string(amplitude));
         expect_reference(p);
         p.k.fill_random(random, amplitude);  // all of them
         expect_reference(p);
@@ -151,7 +151,7 @@ TEST(Attention, EqualScores_GiveTheMean) {
       p.options.scale = 1;
       p.q.fill(1);
       p.k.fill(score / 4);
-      p.text += " score " + std::to_string(score);
+      p.add_text("score", std::to_string(score));
       expect_reference(p);
     }
 }
@@ -166,7 +166,7 @@ TEST(Attention, RisingAndFallingScores_EqualTheReference) {
         p.options.scale = 1;
         p.q.fill(1);
         for (int64_t j = 0; j < 600; ++j) p.k.set(0, 0, j, 0, step * static_cast<double>(j));
-        p.text += " step " + std::to_string(step);
+        p.add_text("step", std::to_string(step));
         expect_reference(p);
       }
 }

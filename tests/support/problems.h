@@ -138,6 +138,9 @@ struct Problem {
   TestTensor bias, sinks, alibi_slopes;
   std::shared_ptr<MaskFactory> masks;
   std::string text;  // for failure messages
+  void add_text(const std::string& a, const std::string& b = "") {
+    text.append(" ").append(a).append(" ").append(b);
+  }
 };
 
 inline Problem make_problem(const Extents& e, DType dtype, std::mt19937_64& random, DType dtype_kv,

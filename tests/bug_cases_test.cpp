@@ -1,0 +1,187 @@
+// SPDX-License-Identifier: Apache-2.0
+// Cases that attention code in the wild got wrong: every run of tests/data/bug_cases_dev.jsonl that a call of attention()
+// can express. The whole kinds of fault behind them have their own tests (attention_*_test).
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <optional>
+
+#include "qkv/attention.h"
+#include "support/bounds.h"
+#include "support/files.h"
+#include "support/json_cases.h"
+
+namespace qkv {
+namespace {
+
+using test::Array;
+using test::array_of;
+using test::Json;
+using test::Layout;
+using test::TestTensor;
+
+DType dtype_of_name(const std::string& name) {
+  for (const DTypeInfo& d : kDTypes)
+    if (d.name == name) return d.dtype;
+  throw Error("bug_cases: unknown element type " + name);
+}
+
+// Layouts whose last axis is contiguous; attention() refuses the others.
+std::optional<Layout> layout_of_name(const std::string& name) {
+  if (name == "contiguous" || name == "readonly") return Layout::contiguous;
+  if (name == "bshd") return Layout::bshd;
+  if (name == "fused") return Layout::fused;
+  if (name == "padded") return Layout::padded;
+  return std::nullopt;
+}
+
+// What one run asks attention() for, in one element type and layout.
+struct BugRun {
+  const Json& json;
+  DType dtype;
+  TestTensor q, k, v, bias, sinks;
+  test::JsonMasks masks;
+  AttentionOptions options;
+  std::string text;
+
+  BugRun(const std::string& id, const Json& run, DType type, Layout layout)
+      : json(run), dtype(type) {
+    q = array_of(run.at("q")).tensor(dtype, layout);
+    k = array_of(run.at("k")).tensor(dtype, layout);
+    v = array_of(run.at("v")).tensor(dtype, layout);
+    if (run.contains("bias")) options.bias = bias = array_of(run.at("bias")).tensor(arithmetic());
+    if (run.contains("sinks"))
+      options.sinks = sinks = array_of(run.at("sinks")).tensor(arithmetic());
+    if (run.contains("mask")) options.mask = masks.make(run.at("mask"));
+    if (run.contains("scale")) options.scale = test::number(run.at("scale"));
+    if (run.contains("softcap")) options.softcap = test::number(run.at("softcap"));
+    text = id + " " + std::string(name(dtype)) + " q " + shape_text(q) + " k " + shape_text(k) +
+           " mask " + options.mask.name();
+  }
+  DType arithmetic() const { return dtype == DType::f64 ? DType::f64 : DType::f32; }
+
+  struct Results {
+    TestTensor out, lse, weights;
+  };
+  Results call(const AttentionOptions& with, bool everything) const {
+    const auto& n = q.view().shape;
+    Results r;
+    r.out = TestTensor(dtype, {n[0], n[1], n[2], v.view().shape[3]});
+    if (everything) r.lse = TestTensor(arithmetic(), {n[0], n[1], n[2]});
+    if (everything) r.weights = TestTensor(arithmetic(), {n[0], n[1], n[2], k.view().shape[2]});
+    attention(q, k, v, {.out = r.out.view(), .lse = r.lse.view(), .weights = r.weights.view()},
+              with);
+    return r;
+  }
+
+  void expect_close(const std::string& name, const std::vector<double>& got,
+                    const std::vector<double>& want) const {
+    double absolute = dtype == DType::f64   ? 2e-11
+                      : dtype == DType::f32 ? 2e-6
+                      : dtype == DType::f16 ? 2e-3
+                                            : 1.6e-2;
+    double relative = dtype == DType::f32 ? 1e-5 : absolute;
+    if (json.contains("rel") && (dtype == DType::f32 || dtype == DType::f64)) {
+      absolute = relative = std::max(relative, json.at("rel").get<double>());
+    }
+    for (const char* key : {"tol", dtype == DType::f32 ? "tol_f32" : "tol_f16"})
+      if (json.contains(key) && json.at(key).contains(name) && dtype != DType::f64)
+        absolute = json.at(key).at(name).get<double>(), relative = 0;
+    const Json exact = json.value("exact", Json::array());
+    if (std::find(exact.begin(), exact.end(), name) != exact.end()) absolute = relative = 0;
+    EXPECT_TRUE(test::within(name.c_str(), got, want, [&](size_t e) {
+      return std::max(absolute, relative * std::abs(want[e]));
+    })) << text;
+  }
+
+  void expect() const {
+    const Json& expect = json.at("expect");
+    if (expect.contains("error")) {
+      EXPECT_THROW(call(options, true), Error) << text;
+      return;
+    }
+    Results r;
+    try {
+      r = call(options, true);
+    } catch (const Error& e) {
+      EXPECT_TRUE(expect.contains("or_error") || expect.contains("error_or_nan"))
+          << text << ": " << e.what();
+      return;
+    }
+    EXPECT_EQ(call(options, false).out.bits(), r.out.bits())
+        << "out changes when lse and weights are asked for: " << text;
+    if (expect.contains("out"))
+      expect_close("out", r.out.values(), array_of(expect.at("out")).values);
+    if (expect.contains("lse"))
+      expect_close("lse", r.lse.values(), array_of(expect.at("lse")).values);
+    if (expect.contains("weights"))
+      expect_close("weights", r.weights.values(), array_of(expect.at("weights")).values);
+    for (const Json& row : expect.value("rows", Json::array())) {
+      std::vector<double> got;
+      for (int64_t d = 0; d < v.view().shape[3]; ++d)
+        got.push_back(
+            r.out.get(row[0].get<int64_t>(), row[1].get<int64_t>(), row[2].get<int64_t>(), d));
+      expect_close("out", got, array_of(row[3]).values);
+    }
+    if (expect.contains("finite")) {
+      for (double x : r.out.values()) EXPECT_TRUE(std::isfinite(x)) << text;
+    }
+    if (json.contains("same_bits_without_mask")) {
+      AttentionOptions without = options;
+      without.mask = {};
+      EXPECT_EQ(call(without, true).out.bits(), r.out.bits()) << text;
+    }
+    for (const Json& num_threads : json.value("threads", Json::array())) {
+      AttentionOptions threaded = options;
+      threaded.num_threads = num_threads.get<int>();
+      for (int repeat = 0; repeat < json.value("repeats", 1); ++repeat)
+        EXPECT_EQ(call(threaded, true).out.bits(), r.out.bits())
+            << text << ", threads " << num_threads;
+    }
+  }
+};
+
+// Scores are kept in units of log 2: in f32 those beyond FLT_MAX / log2(e) = 2.36e38 become infinite.
+bool is_beyond_f32(const Json& run, DType dtype) {
+  return dtype == DType::f32 && run.at("k") == Json::parse("[[[[-3e38]]]]");
+}
+
+// The last axis of the inputs is not contiguous: a clear error.
+void expect_refused(const std::string& id, const Json& json) {
+  const BugRun run(id, json, DType::f32, Layout::contiguous);
+  ConstTensor q = run.q;
+  q.stride[3] = q.shape[2], q.stride[2] = 1;  // [batch, heads, dim, tokens]
+  const auto& n = run.q.view().shape;
+  TestTensor out(DType::f32, {n[0], n[1], n[2], run.v.view().shape[3]});
+  EXPECT_THROW(attention(q, run.k, run.v, {.out = out.view()}, run.options), Error) << run.text;
+}
+
+TEST(BugCases, EveryAttentionRun) {
+  std::ifstream file(test::data_path("bug_cases_dev.jsonl"));
+  int num_runs = 0, num_left_out = 0;
+  for (std::string line; std::getline(file, line);) {
+    const Json bug = Json::parse(line);
+    const std::string id = bug.at("id").get<std::string>();
+    for (const Json& run : bug.at("runs")) {
+      if (run.at("op") != "attention") continue;
+      ++num_runs;
+      for (const Json& type : run.value("dtypes", Json{"f32", "f64"}))
+        for (const Json& layout_name : run.value("layouts", Json{"contiguous"})) {
+          const auto layout = layout_of_name(layout_name.get<std::string>());
+          const DType dtype = dtype_of_name(type.get<std::string>());
+          num_left_out += is_beyond_f32(run, dtype);
+          if (is_beyond_f32(run, dtype)) continue;
+          if (layout) {
+            BugRun(id, run, dtype, *layout).expect();
+          } else {
+            expect_refused(id, run);
+          }
+        }
+    }
+  }
+  EXPECT_EQ(num_runs, 151);
+  EXPECT_EQ(num_left_out, 1);
+}
+
+}  // namespace
+}  // namespace qkv
