@@ -60,8 +60,9 @@ AtomicFile::AtomicFile(const std::string& path, std::string_view caller)
     file_error(caller_, path_, "is not a regular file and cannot be replaced by one");
   }
   // Renaming needs only the folder's permission, but a file made read-only is not to be replaced.
-  if (exists && ::faccessat(AT_FDCWD, target_.c_str(), W_OK, AT_EACCESS) != 0)
+  if (exists && ::faccessat(AT_FDCWD, target_.c_str(), W_OK, AT_EACCESS) != 0) {
     fail("cannot be written", errno);
+  }
   folder_ = folder_of(target_);
   for (int attempt = 0; attempt < kMaxTemporaryNames && fd_ < 0; ++attempt) {
     temporary_ = (folder_ == "/" ? "/" : folder_ + "/") + random_name();
