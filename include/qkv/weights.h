@@ -89,7 +89,7 @@ struct LoadLayerOptions {
   int64_t num_kv_heads = 0;  ///< 0: from the file's metadata, else from the sizes
   /// Selects the layer where a file has several: the start of the names, "model.layers.0" or "model.layers.0.self_attn".
   /// Empty: the layer whose names have no prefix, else the only one.
-  std::string prefix;
+  std::string prefix = {};
 };
 
 /// Reads a layer. Sizes come from the shapes and must agree with each other and with the metadata; both shapes are named
