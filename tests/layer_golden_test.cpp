@@ -3,13 +3,10 @@
 // of its index, and two layers of a real model under both of their namings.
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <array>
 #include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
-#include <vector>
 
 #include "qkv/layer.h"
 #include "qkv/weights.h"
@@ -26,43 +23,6 @@ Json read_json(const std::string& path) {
   std::ifstream file(path);
   EXPECT_TRUE(file.good()) << path;
   return Json::parse(file);
-}
-
-// What fc_q, fc_k, fc_v and fc_o are called in a file.
-using Names = std::array<std::string, 4>;
-const Names kLessonNames = {"fc_q", "fc_k", "fc_v", "fc_o"};
-const Names kBertNames = {"attention.self.query", "attention.self.key", "attention.self.value",
-                          "attention.output.dense"};
-
-std::vector<float> floats(const SafetensorsFile& file, const std::string& name) {
-  std::vector<float> all;
-  if (file.find(name) == nullptr) return all;
-  for (double x : values(file.tensor(name))) all.push_back(static_cast<float>(x));
-  return all;
-}
-
-LayerWeights read_weights(const std::string& path, const Names& names) {
-  const SafetensorsFile file = SafetensorsFile::open(path);
-  LayerWeights w;
-  LayerConfig& c = w.config;
-  c.num_heads = std::stoll(file.metadata().at("num_heads"));
-  c.num_kv_heads = std::stoll(file.metadata().at("num_kv_heads"));
-  std::vector<float>* const weights[] = {&w.fc_q_weight, &w.fc_k_weight, &w.fc_v_weight,
-                                         &w.fc_o_weight};
-  std::vector<float>* const biases[] = {&w.fc_q_bias, &w.fc_k_bias, &w.fc_v_bias, &w.fc_o_bias};
-  bool* const has[] = {&c.bias_q, &c.bias_k, &c.bias_v, &c.bias_o};
-  std::array<ConstTensor, 4> shapes;
-  for (size_t i = 0; i < 4; ++i) {
-    *weights[i] = floats(file, names[i] + ".weight");
-    *biases[i] = floats(file, names[i] + ".bias");
-    *has[i] = !biases[i]->empty();
-    shapes[i] = file.tensor(names[i] + ".weight");
-  }
-  c.head_dim_qk = shapes[0].shape[0] / c.num_heads, c.dim_q = shapes[0].shape[1];
-  c.dim_k = shapes[1].shape[1];
-  c.head_dim_v = shapes[2].shape[0] / c.num_kv_heads, c.dim_v = shapes[2].shape[1];
-  c.dim_out = shapes[3].shape[0];
-  return w;
 }
 
 struct Tolerance {
@@ -118,7 +78,7 @@ TEST(LayerGolden, EveryRunOfTheIndex) {
       missing.append(" ").append(layer_case["name"].get<std::string>());
       continue;
     }
-    const LayerWeights weights = read_weights(folder + "weights.safetensors", kLessonNames);
+    const LayerWeights weights = load_layer(folder + "weights.safetensors");
     EXPECT_EQ(weights.config.num_heads, layer_case["num_heads"]);
     EXPECT_EQ(weights.config.num_kv_heads, layer_case["num_kv_heads"]);
     EXPECT_EQ(weights.config.dim_k, layer_case["dim_k"]);
@@ -146,13 +106,15 @@ TEST(LayerGolden, RealModel_BothLayersUnderBothNamings) {
     ++num_layers;
     const std::string name = "layer" + std::to_string(of_layer["layer"].get<int>());
     const Tolerance tolerance(of_layer["tol_f32"]);
-    const auto check = [&](const std::string& file, const Names& names) {
-      const AttentionLayer layer(read_weights(folder + file, names));
-      expect_golden(layer, folder + name + "_input.safetensors",
-                    folder + name + "_expected.safetensors", Mask::full(), tolerance);
+    const auto check = [&](const std::string& file, Naming naming) {
+      for (Naming asked : {naming, Naming::automatic}) {
+        const AttentionLayer layer(load_layer(folder + file, {.naming = asked}));
+        expect_golden(layer, folder + name + "_input.safetensors",
+                      folder + name + "_expected.safetensors", Mask::full(), tolerance);
+      }
     };
-    check(name + "_original_names.safetensors", kBertNames);
-    if (name == "layer0") check("layer0_weights.safetensors", kLessonNames);
+    check(name + "_original_names.safetensors", Naming::bert);
+    if (name == "layer0") check("layer0_weights.safetensors", Naming::lesson);
   }
   EXPECT_EQ(num_layers, 2);
 }
