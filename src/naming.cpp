@@ -280,6 +280,14 @@ std::string_view name(Naming naming) {
   return kAutomatic;
 }
 
+std::vector<LayerName> list_layers(const SafetensorsFile& file) {
+  std::vector<LayerName> layers;
+  for (const Candidate& c : find_candidates(file)) {
+    layers.push_back({kNamings[c.row].naming, c.prefix});
+  }
+  return layers;
+}
+
 LayerSource find_layer(const SafetensorsFile& file, Naming naming, const std::string& prefix,
                        std::string_view caller) {
   std::set<Candidate> all = find_candidates(file);

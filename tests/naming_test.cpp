@@ -223,7 +223,7 @@ TEST(Naming, NothingFits_ListsWhatWasLookedFor) {
             "output.dense.weight); the file has \"fc_k.weight\", \"fc_o.weight\", \"fc_q.weight\", "
             "\"fc_v.weight\"");
   EXPECT_TRUE(contains(refusal(LayerFile()), "the file has no tensors"));
-  for (int i = 0; i < 20; ++i) f.add("t" + std::to_string(i), {1});
+  for (int i = 0; i < 20; ++i) f.add(std::string("t") + std::to_string(i), {1});
   EXPECT_TRUE(contains(refusal(f), " and 14 more"));
 }
 
@@ -275,6 +275,18 @@ TEST(Naming, NoPrefix_WinsInItsNaming) {
                        "lesson layer \"teacher.\": fc_o.weight is missing"));
   const auto prefixed = lesson("student.").open();
   EXPECT_EQ(find(prefixed).prefix, "student.") << "the only layer needs no choice";
+}
+
+TEST(Naming, ListLayers_CompleteOrNot) {
+  LayerFile f = lesson();
+  f.add("teacher.fc_k.weight", {2, 2}).add("m.in_proj_weight", {12, 4}).add("other", {1});
+  f.add("not_fc_q.weight", {2, 2});
+  std::vector<std::string> found;
+  for (const qkv::LayerName& layer : list_layers(f.open())) {
+    found.push_back(std::string(name(layer.naming)) + " " + layer.prefix);
+  }
+  EXPECT_EQ(found, (std::vector<std::string>{"lesson ", "lesson teacher.", "torch m."}));
+  EXPECT_TRUE(list_layers(LayerFile().add("other", {1}).open()).empty());
 }
 
 }  // namespace

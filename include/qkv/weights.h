@@ -92,6 +92,14 @@ struct LoadLayerOptions {
   std::string prefix = {};
 };
 
+/// A layer that a file seems to hold: at least one of the names of its naming is there under this prefix.
+struct LayerName {
+  Naming naming = Naming::automatic;
+  std::string prefix;  ///< up to the name itself: "model.layers.0.self_attn."
+};
+/// In the order of the namings, then of the prefixes. Whether a layer is complete shows when it is loaded.
+QKV_EXPORT std::vector<LayerName> list_layers(const SafetensorsFile& file);
+
 /// Reads a layer. Sizes come from the shapes and must agree with each other and with the metadata; both shapes are named
 /// if they do not. Unknown tensors and metadata are ignored; absent biases are absent.
 QKV_EXPORT LayerWeights load_layer(const std::string& path, const LoadLayerOptions& options = {});
