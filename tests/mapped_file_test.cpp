@@ -5,7 +5,9 @@
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "support/files.h"
 
@@ -80,6 +82,21 @@ TEST(AlignedCopies, OddAddresses_AreCopiedOnce) {
   const void* nothing = copies.get(bytes + 3, 0, 8);
   ASSERT_NE(nothing, nullptr);
   EXPECT_EQ(reinterpret_cast<uintptr_t>(nothing) % 64, 0u);
+}
+
+TEST(AlignedCopies, ManyThreads_ShareOneCopy) {
+  alignas(64) std::byte bytes[64] = {};
+  const AlignedCopies copies;
+  const void* seen[8] = {};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 8; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 1; i < 50; i += 2) copies.get(bytes + i % 8, 8, 8);
+      seen[t] = copies.get(bytes + 1, 8, 8);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const void* p : seen) EXPECT_EQ(p, seen[0]);
 }
 
 }  // namespace
