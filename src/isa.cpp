@@ -7,7 +7,6 @@
 
 #include <cstdlib>
 #include <iterator>
-#include <mutex>
 
 // clang-format off
 #include "kernels/targets.h"  // before Highway, which reads it
@@ -16,9 +15,12 @@
 #include "qkv/error.h"
 
 namespace qkv::isa {
+
+std::mutex mutex;
 namespace internal {
 std::atomic<uint32_t> epoch{0};
 }
+
 namespace {
 
 struct Row {
@@ -31,8 +33,7 @@ constexpr Row kRows[] = {
     {"avx512", HWY_AVX3 | HWY_AVX3_DL},
 };
 
-std::mutex mutex;  // guards what follows
-Choice choice;
+Choice choice;         // guarded by mutex, as all that follows
 int64_t detected = 0;  // what Highway finds before anything is forced; 0: not asked yet
 
 // A child after fork() must not find the mutex held by a thread that it does not have.

@@ -4,6 +4,7 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <mutex>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -20,6 +21,10 @@ struct Choice {
   int64_t target_bit;  // Highway's HWY_AVX2 ...
   std::string reason;  // "detected", "QKV_ISA", "set_isa"
 };
+
+/// Held while a set is chosen and while something is derived from the choice. A child after fork() finds
+/// it free: it has fork handlers.
+extern std::mutex mutex;
 
 namespace internal {
 extern std::atomic<uint32_t> epoch;  // 0 until a set is chosen, then grows by one with every choice

@@ -11,13 +11,12 @@
 namespace qkv::kernels {
 
 const KernelTable& active() {
-  static std::mutex mutex;
   static KernelTable table;
   static std::atomic<uint32_t> filled{0};  // epoch of the table; 0: empty
   isa::ensure_initialised();
   const uint32_t wanted = isa::epoch();
   if (filled.load(std::memory_order_acquire) != wanted) {
-    const std::lock_guard lock(mutex);
+    const std::lock_guard lock(isa::mutex);
     if (filled.load(std::memory_order_relaxed) != wanted) {
       table = {};
       fill_prefill(&table);
