@@ -3,7 +3,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
+#include <cstring>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -11,6 +14,7 @@
 #include "bindings_attention.h"
 #include "bindings_mask.h"
 #include "qkv/layer.h"
+#include "qkv/weights.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -31,7 +35,13 @@ constexpr Parameter kParameters[] = {
     {"fc_v.weight", &LayerWeights::fc_v_weight}, {"fc_v.bias", &LayerWeights::fc_v_bias},
     {"fc_o.weight", &LayerWeights::fc_o_weight}, {"fc_o.bias", &LayerWeights::fc_o_bias}};
 
-AttentionLayer* make_layer(const nb::tuple& sizes, const nb::dict& state) {
+// A layer and, if asked for, the values that it packed.
+struct PyLayer {
+  AttentionLayer layer;
+  std::vector<std::vector<float>> values{};  // in the order of kParameters; empty: absent
+};
+
+PyLayer* make_layer(const nb::tuple& sizes, const nb::dict& state, bool keep_values) {
   LayerWeights w;
   LayerConfig& c = w.config;
   int64_t* const fields[] = {&c.num_heads, &c.num_kv_heads, &c.dim_q,      &c.dim_k,
@@ -50,12 +60,66 @@ AttentionLayer* make_layer(const nb::tuple& sizes, const nb::dict& state) {
   c.bias_q = !w.fc_q_bias.empty(), c.bias_k = !w.fc_k_bias.empty();
   c.bias_v = !w.fc_v_bias.empty(), c.bias_o = !w.fc_o_bias.empty();
   nb::gil_scoped_release released;
-  return new AttentionLayer(w);
+  auto* made = new PyLayer{AttentionLayer(w)};
+  if (keep_values)
+    for (const Parameter& p : kParameters) made->values.push_back(std::move(w.*(p.member)));
+  return made;
 }
 
-nb::object forward(const AttentionLayer& layer, nb::handle q_object, nb::handle k_object,
+// True if these arrays (None = absent) still hold the packed values, bit for bit: torch counts no
+// version for writes through .data.
+bool holds(const PyLayer& layer, const nb::tuple& parameters) {
+  for (size_t i = 0; i < std::size(kParameters); ++i) {
+    const std::vector<float>& values = layer.values[i];
+    Array array;
+    array.open(nb::handle(parameters[i]).ptr(), kCaller, kParameters[i].name);
+    const ConstTensor& t = array.view();
+    if (static_cast<size_t>(t ? t.num_elements() : 0) != values.size()) return false;
+    if (values.empty()) continue;
+    if (t.dtype != DType::f32 || !t.is_contiguous() ||
+        std::memcmp(t.data, values.data(), values.size() * sizeof(float)) != 0)
+      return false;
+  }
+  return true;
+}
+
+// (num_heads, num_kv_heads, {lesson's name: array}) of a file.
+nb::tuple load_layer_state(const std::string& path, const std::string& preset, int64_t num_heads,
+                           int64_t num_kv_heads, const std::string& prefix) {
+  LoadLayerOptions options;
+  options.naming = naming_from_name(preset);
+  options.num_heads = num_heads, options.num_kv_heads = num_kv_heads, options.prefix = prefix;
+  const LayerWeights w = [&] {
+    nb::gil_scoped_release released;
+    return load_layer(path, options);
+  }();
+  const LayerConfig& c = w.config;
+  if (c.scale || c.softcap != 0)
+    throw Error("load_layer: " + path +
+                " has a scale or softcap of its own, which qkv.GQA has not");
+  nb::dict state;
+  for (const Parameter& p : kParameters) {
+    const std::vector<float>& values = w.*(p.member);
+    if (values.empty()) continue;
+    const auto n = static_cast<int64_t>(values.size());
+    const int64_t rows = p.name[3] == 'q'   ? c.num_heads * c.head_dim_qk
+                         : p.name[3] == 'k' ? c.num_kv_heads * c.head_dim_qk
+                         : p.name[3] == 'v' ? c.num_kv_heads * c.head_dim_v
+                                            : c.dim_out;
+    const int64_t shape[] = {rows, n / rows};
+    const bool is_bias = n == rows && std::string_view(p.name).ends_with("bias");
+    Tensor view;
+    Ref array = make_numpy(DType::f32, {shape, is_bias ? size_t{1} : size_t{2}}, &view);
+    std::copy(values.begin(), values.end(), static_cast<float*>(view.data));
+    state[p.name] = nb::steal(array.release());
+  }
+  return nb::make_tuple(c.num_heads, c.num_kv_heads, state);
+}
+
+nb::object forward(const PyLayer& self, nb::handle q_object, nb::handle k_object,
                    nb::handle v_object, nb::handle mask, bool need_weights,
                    nb::handle num_threads) {
+  const AttentionLayer& layer = self.layer;
   Array q, k, v, bias;
   q.open(q_object.ptr(), kCaller, "q");
   k.open(k_object.ptr(), kCaller, "k");
@@ -104,12 +168,13 @@ nb::object forward(const AttentionLayer& layer, nb::handle q_object, nb::handle 
 }  // namespace
 
 void bind_layer(nb::module_& module) {
-  nb::class_<AttentionLayer>(module, "Layer")
-      .def(nb::new_(&make_layer), "sizes"_a, "state"_a)
+  module.def("load_layer", &load_layer_state, "path"_a, "preset"_a, "num_heads"_a, "num_kv_heads"_a,
+             "prefix"_a);
+  nb::class_<PyLayer>(module, "Layer")
+      .def(nb::new_(&make_layer), "sizes"_a, "state"_a, "keep_values"_a = false)
+      .def("holds", &holds, "parameters"_a)
       .def("__call__", &forward, "q"_a.none(), "k"_a.none(), "v"_a.none(), "mask"_a.none(),
-           "need_weights"_a, "num_threads"_a.none())
-      .def("num_parameters",
-           [](const AttentionLayer& layer) { return layer.config().num_parameters(); });
+           "need_weights"_a, "num_threads"_a.none());
 }
 
 }  // namespace qkv::python

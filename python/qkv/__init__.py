@@ -11,10 +11,10 @@ kind of q. Mistakes raise ValueError and name both shapes. qkv.torch, qkv.hf and
 doors for those libraries and are imported on their own; this module needs NumPy alone.
 """
 
-from . import _core
+from . import _core, convert
 from ._core import Mask, attention, attention_varlen, merge_states, set_num_threads
 from ._files import load_npy, load_safetensors, load_safetensors_metadata, save_safetensors
-from ._layers import GQA, MHA, MQA
+from ._layers import GQA, MHA, MQA, load_layer
 
 __version__ = _core.__version__
 
@@ -25,7 +25,9 @@ __all__ = [
     "Mask",
     "attention",
     "attention_varlen",
+    "convert",
     "info",
+    "load_layer",
     "load_npy",
     "load_safetensors",
     "load_safetensors_metadata",

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The layers of the lesson on arrays: MHA, MQA and GQA with their projections."""
 
+import os
+
 import numpy as np
 
 from . import _core
@@ -137,9 +139,34 @@ class MQA(GQA):
 def layer_from_state(state, num_heads, num_kv_heads):
     """The layer whose sizes are those of its parameters."""
     shapes = {x: np.shape(state[f"fc_{x}.weight"]) for x in "qkvo"}
-    layer = GQA(
-        num_heads, num_kv_heads, shapes["k"][1], shapes["v"][1], shapes["q"][0] // num_heads,
-        shapes["v"][0] // num_kv_heads, shapes["o"][0], dim_q=shapes["q"][1], bias=False,
+    sizes = (
+        shapes["k"][1], shapes["v"][1], shapes["q"][0] // num_heads, shapes["v"][0] // num_kv_heads, shapes["o"][0],
     )  # fmt: skip
+    options = {"dim_q": shapes["q"][1], "bias": False}
+    if num_heads == num_kv_heads:
+        layer = MHA(num_heads, *sizes, **options)
+    elif num_kv_heads == 1:
+        layer = MQA(num_heads, *sizes, **options)
+    else:
+        layer = GQA(num_heads, num_kv_heads, *sizes, **options)
     layer.load_state_dict(state)
     return layer
+
+
+def load_layer(path, preset="auto", num_heads=None, num_kv_heads=None, *, prefix=""):
+    """The layer of a safetensors file, as MHA, MQA or GQA.
+
+      preset  "lesson"  fc_q.weight fc_q.bias fc_k.* fc_v.* fc_o.*
+              "torch"   in_proj_weight in_proj_bias, or q_proj_weight ...; out_proj.*
+              "bert"    self.query.* self.key.* self.value.*, output.dense.*
+              "llama"   q_proj.* k_proj.* v_proj.* o_proj.*, or fused qkv_proj.*
+              "auto"    whichever the names fit
+
+    num_heads and num_kv_heads come from the file's metadata unless given. prefix selects one of several
+    layers: "model.layers.0". Sizes come from the shapes and must agree; unknown names are ignored;
+    absent biases are absent. A file that does not fit raises ValueError with its path.
+    """
+    num_heads, num_kv_heads, state = _core.load_layer(
+        os.fspath(path), preset, num_heads or 0, num_kv_heads or 0, prefix
+    )
+    return layer_from_state(state, num_heads, num_kv_heads)

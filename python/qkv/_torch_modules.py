@@ -4,6 +4,8 @@
 import torch
 from torch import nn
 
+from . import _core
+
 
 class GQA(nn.Module):
     """Grouped-query attention with its projections; MHA and MQA are its two ends.
@@ -49,7 +51,51 @@ class GQA(nn.Module):
         )
 
     def forward(self, q, k, v, mask=None, need_weights=True):
+        if not torch.is_grad_enabled() and type(q) is torch.Tensor and q.dtype == torch.float32 and q.is_cpu:
+            layer = self._packed(q, k)
+            if layer is not None:
+                return layer(q, k, v, mask, need_weights, None)
         return self._attend(q, k, v, mask, need_weights, None)
+
+    def __getstate__(self):
+        return {name: x for name, x in super().__getstate__().items() if name != "_layer"}
+
+    def _packed(self, q, k):
+        """The parameters packed for the kernels, or None where torch's products serve better: in graphs and
+        transforms, under autocast, in another dtype, or where one look at the weights costs more than the work.
+        """
+        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+            return None
+        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+            return None
+        modules = self._modules
+        linears = (modules["fc_q"], modules["fc_k"], modules["fc_v"], modules["fc_o"])
+        parameters = tuple(
+            p for m in linears for p in (m._parameters.get("weight"), m._parameters.get("bias"))
+        )
+        weights = parameters[::2]
+        if not all(type(m) is nn.Linear and not m._forward_hooks and not m._forward_pre_hooks for m in linears):
+            return None
+        if not all(type(w) is nn.Parameter and w.dtype == torch.float32 and w.is_cpu for w in weights):
+            return None
+        if q.shape[0] * max(q.shape[1], k.shape[1]) < 16 and sum(w.numel() for w in weights) > 2**18:
+            return None
+        if torch.is_autocast_enabled("cpu") or (self.training and self.dropout):
+            return None
+        layer = self.__dict__.get("_layer")
+        if layer is None or not layer.holds(parameters):
+            q_, k_, v_, o_ = linears
+            sizes = (
+                self.num_heads, self.num_kv_heads, q_.in_features, k_.in_features, v_.in_features,
+                self.head_dim_qk, self.head_dim_v, o_.out_features,
+            )  # fmt: skip
+            names = [f"fc_{x}.{y}" for x in "qkvo" for y in ("weight", "bias")]
+            state = {n: p.contiguous() for n, p in zip(names, parameters) if p is not None}
+            layer = _core.Layer(sizes, state, True)
+            if not layer.holds(parameters):  # an unusual layout: packing could not be kept up to date
+                return None
+            self.__dict__["_layer"] = layer
+        return layer
 
     def _attend(self, q, k, v, mask, need_weights, sinks):
         from .torch import attend
