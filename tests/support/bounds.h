@@ -72,9 +72,8 @@ testing::AssertionResult within(const char* name, const std::vector<double>& got
          << std::abs(got[worst] - want[worst]) << ", allowed " << allowed(worst);
 }
 
-/// naive_error: what the plain loop makes of the same inputs. floor: a magnitude that the tensor
-/// has at least, 1 for a logarithm (a relative error of its argument is an absolute one of its
-/// value).
+/// naive_error: what the plain loop makes of the same inputs. floor: a magnitude that the few ulp are relative to at least: 1
+/// for a logarithm (a relative error of its argument is an absolute one of its value), that of the terms for a sum.
 inline testing::AssertionResult within_bound(const char* name, DType dtype,
                                              const std::vector<double>& got,
                                              const std::vector<double>& want, double naive_error,
