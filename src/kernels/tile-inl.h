@@ -125,11 +125,11 @@ HWY_INLINE void ForRows(size_t n, Body body, size_t begin = 0) {
   }
 }
 
-// max(low, s) that keeps a NaN in s. maxps returns its second operand if one is NaN; the scalar
-// target's Max returns the other one.
+// max(low, s) that keeps a NaN in s. maxps returns its second operand if one is NaN; NEON's fmaxnm and
+// the scalar target's Max return the other one.
 template <class V>
 HWY_INLINE V AtLeast(V low, V s) {
-#if HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
+#if !HWY_ARCH_X86 || HWY_TARGET == HWY_SCALAR || HWY_TARGET == HWY_EMU128
   return hn::IfThenElse(hn::Lt(s, low), low, s);
 #else
   return hn::Max(low, s);
