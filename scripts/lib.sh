@@ -28,10 +28,3 @@ build() {
   cmake --preset "$preset" ${configure_flags[@]+"${configure_flags[@]}"} || return 1
   cmake --build "build/$preset" ${*:+--target "$@"}
 }
-
-# A virtual environment in .venv; with the package itself once the tree has one.
-python_environment() {
-  [ -x .venv/bin/python ] || python3 -m venv .venv || return 1
-  [ -f pyproject.toml ] || return 0
-  .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"
-}
