@@ -25,8 +25,8 @@ struct Work {
 inline constexpr int kSamples = 21;
 
 /// The body of a benchmark with manual time and kSamples iterations. A sample is as many calls as
-/// take 0.3 ms, after one that is not timed. Counters: rate (GFLOP/s or GB/s) and roof, the best of
-/// each; best and median, their ratios; best_us and median_us.
+/// take 1 ms, after an eighth of them that is not timed. Counters: rate (GFLOP/s or GB/s) and roof,
+/// the best of each; best and median, their ratios; best_us and median_us.
 inline void sample(benchmark::State& state, const Work& work, const std::function<void()>& call) {
   const bool is_compute = work.flop > 0;
   const auto clock = is_compute && work.num_threads == 1 ? thread_seconds : wall_seconds;
@@ -34,12 +34,12 @@ inline void sample(benchmark::State& state, const Work& work, const std::functio
   double start = clock();
   call();
   const double first = std::max(clock() - start, 1e-9);
-  const auto calls = static_cast<int64_t>(std::clamp(3e-4 / first, 1.0, 1e4));
+  const auto calls = static_cast<int64_t>(std::clamp(1e-3 / first, 1.0, 1e4));
   Rates rates, roofs;
   for (auto _ : state) {
     for (int i = 0; i < (is_compute ? 3 : 1); ++i)
       roofs.add(is_compute ? fma_peak_gflops() : read_gbps(static_cast<int64_t>(work.bytes)));
-    call();
+    for (int64_t i = 0; i <= calls / 8; ++i) call();
     start = clock();
     for (int64_t i = 0; i < calls; ++i) call();
     const double seconds = (clock() - start) / static_cast<double>(calls);

@@ -108,6 +108,13 @@ Projection::Projection(std::span<const float> weight, std::span<const float> bia
 }
 
 void project(std::span<const ProjectionJob> jobs, int num_threads, Executor* executor) {
+  const auto alone = [&] {
+    for (const ProjectionJob& job : jobs) {
+      for (int64_t group = 0; group < job.groups; ++group) job.projection->run(whole(job, group));
+    }
+  };
+  const int wanted = num_threads != 0 ? num_threads : default_num_threads();
+  if (wanted <= 1) return alone();
   Run run{jobs, {}};
   int64_t tasks = 0, flop = 0;
   for (size_t j = 0; j < jobs.size(); ++j) {
@@ -116,14 +123,8 @@ void project(std::span<const ProjectionJob> jobs, int num_threads, Executor* exe
     flop += 2 * jobs[j].groups * jobs[j].rows * jobs[j].projection->n() * jobs[j].projection->k();
   }
   if (tasks == 0) return;
-  const int wanted = num_threads != 0 ? num_threads : default_num_threads();
-  const int threads = wanted > 1 ? useful_threads((flop + tasks - 1) / tasks, tasks, wanted) : 1;
-  if (threads <= 1) {
-    for (const ProjectionJob& job : jobs) {
-      for (int64_t group = 0; group < job.groups; ++group) job.projection->run(whole(job, group));
-    }
-    return;
-  }
+  const int threads = useful_threads((flop + tasks - 1) / tasks, tasks, wanted);
+  if (threads <= 1) return alone();
   Executor& runner = executor != nullptr ? *executor : default_executor();
   runner.run(
       tasks, threads,
