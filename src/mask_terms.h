@@ -52,7 +52,7 @@ struct Mask::Term {
   int64_t b = 0;  // window: right, -1 unbounded
   std::shared_ptr<const std::vector<int64_t>> lengths = {};
   std::shared_ptr<const MaskDocuments> documents = {};
-  ConstTensor dense = {};  // boolean or floating point, 2 to 4 axes
+  ConstTensor dense = {};                        // boolean or floating point, 2 to 4 axes
   std::shared_ptr<const DenseTiles> tiles = {};  // of dense, if the mask was prepared
 
   bool is_aligned() const { return kind <= Kind::chunk; }
