@@ -13,17 +13,22 @@ doors for those libraries and are imported on their own; this module needs NumPy
 
 from . import _core, convert
 from ._core import Mask, attention, attention_varlen, merge_states, set_num_threads
+from ._cache import KVCache, attention_paged
 from ._files import load_npy, load_safetensors, load_safetensors_metadata, save_safetensors
 from ._layers import GQA, MHA, MQA, load_layer
+from ._positions import alibi_slopes, rope
 
 __version__ = _core.__version__
 
 __all__ = [
     "GQA",
+    "KVCache",
     "MHA",
     "MQA",
     "Mask",
+    "alibi_slopes",
     "attention",
+    "attention_paged",
     "attention_varlen",
     "convert",
     "info",
@@ -33,6 +38,7 @@ __all__ = [
     "load_safetensors_metadata",
     "merge_states",
     "plan",
+    "rope",
     "save_safetensors",
     "set_isa",
     "set_num_threads",

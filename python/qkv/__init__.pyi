@@ -3,6 +3,8 @@ import os
 from typing import Any, Mapping, Optional, Union
 
 from . import convert as convert
+from ._cache import KVCache as KVCache
+from ._cache import attention_paged as attention_paged
 from ._core import Array
 from ._core import Mask as Mask
 from ._core import attention as attention
@@ -13,6 +15,8 @@ from ._layers import GQA as GQA
 from ._layers import MHA as MHA
 from ._layers import MQA as MQA
 from ._layers import load_layer as load_layer
+from ._positions import alibi_slopes as alibi_slopes
+from ._positions import rope as rope
 
 __version__: str
 __all__: list[str]

@@ -22,10 +22,9 @@ KNOWN = {
 TOLERANCE = {"f64": (2e-11, 0.0), "f32": (2e-6, 1e-5), "f16": (2e-3, 0.0), "bf16": (1.6e-2, 0.0)}
 
 
-def runs_of(op, needs="attention"):
-    missing = [pytest.mark.skipif(not hasattr(qkv, needs), reason=f"this build has no qkv.{needs}")]
+def runs_of(op):
     chosen = [
-        pytest.param(run | {"known": KNOWN.get((case, i))}, id=f"{case}-{i}", marks=missing)
+        pytest.param(run | {"known": KNOWN.get((case, i))}, id=f"{case}-{i}")
         for case, i, run in RUNS
         if run["op"] == op
     ]
@@ -208,7 +207,7 @@ def test_huge_stride(run):
 
 
 @needs_torch
-@runs_of("torch_dropout0", "torch")
+@runs_of("torch_dropout0")
 def test_torch_dropout0(run):
     import qkv.torch
 
@@ -217,7 +216,7 @@ def test_torch_dropout0(run):
     assert_close("out", out.numpy(), tensor(run["expect"]["out"]), 1e-6)
 
 
-@runs_of("varlen", "attention_varlen")
+@runs_of("varlen")
 def test_varlen(run):
     q, k, v = (tensor(run[n]).astype(np.float32) for n in "qkv")
     cu_q, cu_kv = (np.asarray(run[n], np.int32) for n in ("cu_q", "cu_kv"))
@@ -225,7 +224,7 @@ def test_varlen(run):
     compare("out", out, tensor(run["expect"]["out"]), "f32", run)
 
 
-@runs_of("merge", "merge_states")
+@runs_of("merge")
 def test_merge(run):
     parts = [(tensor(p["out"]), tensor(p["lse"])) for p in run["parts"]]
     for dtype in ("f32", "f64"):
@@ -238,7 +237,7 @@ def test_merge(run):
                 assert_close(name, got, want, 1e-9 if dtype == "f64" else 2e-6, 1e-5 if dtype == "f32" else 1e-9)
 
 
-@runs_of("paged", "attention_paged")
+@runs_of("paged")
 def test_paged(run):
     size, table = run["block_size"], np.asarray(run["table"], np.int32)
     num_pages = 1 + max(f[0] for f in run["fill"])
@@ -256,7 +255,7 @@ def test_paged(run):
     compare("out", out, tensor(run["expect"]["out"]), "f32", run)
 
 
-@runs_of("cache", "KVCache")
+@runs_of("cache")
 def test_cache(run):
     c = run["config"]
     names = {"d_qk": "head_dim_qk", "d_v": "head_dim_v"}
@@ -285,7 +284,7 @@ def test_cache(run):
             assert cache.length == step["length"]
 
 
-@runs_of("cache_view", "KVCache")
+@runs_of("cache_view")
 def test_cache_view(run):
     batch, stride = run["batch"], run["stride"]
     lengths = np.zeros(batch, np.int64)
@@ -303,7 +302,7 @@ def test_cache_view(run):
     assert_close("decode", out[:, 0, 0, 0], run["expect"]["decode"], 1e-4)
 
 
-@runs_of("layer", "GQA")
+@runs_of("layer")
 def test_layer(run):
     weights = {n: tensor(w).astype(np.float32) for n, w in run["weights"].items()}
     q, k, v = (tensor(run[n]).astype(np.float32) for n in "qkv")
@@ -327,7 +326,7 @@ def test_layer(run):
         assert_close(name, got.reshape(want.shape), want, 1e-5, 1e-5)
 
 
-@runs_of("open_safetensors", "load_safetensors")
+@runs_of("open_safetensors")
 def test_open_safetensors(run, tmp_path):
     path = tmp_path / "x.safetensors"
     path.write_bytes(bytes.fromhex(run["hex"]))
@@ -342,7 +341,7 @@ def test_open_safetensors(run, tmp_path):
         assert list(tensors[name].shape) == shape
 
 
-@runs_of("read_npy", "load_npy")
+@runs_of("read_npy")
 def test_read_npy(run, tmp_path):
     path = tmp_path / "x.npy"
     path.write_bytes(bytes.fromhex(run["hex"]))
@@ -355,14 +354,14 @@ def test_read_npy(run, tmp_path):
     np.testing.assert_array_equal(got.reshape(want.shape) if want.size == 0 else got, want)
 
 
-@runs_of("alibi_slopes", "alibi_slopes")
+@runs_of("alibi_slopes")
 def test_alibi_slopes(run):
     want = run.get("expect", run.get("expect_first"))
     np.testing.assert_allclose(qkv.alibi_slopes(run["n"])[: len(want)], want, rtol=1e-6)
     assert len(qkv.alibi_slopes(run["n"])) == run["n"]
 
 
-@runs_of("rope", "rope")
+@runs_of("rope")
 def test_rope(run):
     x = np.asarray(run["x"], np.float32)
     if "permute" in run:
@@ -371,7 +370,7 @@ def test_rope(run):
     np.testing.assert_allclose(out.reshape(-1), run["expect"], rtol=1e-5)
 
 
-@runs_of("conv1d", "convert")
+@runs_of("conv1d")
 def test_conv1d(run):
     x = np.asarray(run["x"], np.float32)
     fused = qkv.convert.from_conv1d(np.asarray(run["c_attn"], np.float32))
