@@ -21,6 +21,7 @@ const KernelTable& active() {
       table = {};
       fill_prefill(&table);
       fill_decode(&table);
+      fill_backward(&table);
       fill_linear(&table);
       filled.store(wanted, std::memory_order_release);
     }

@@ -107,6 +107,53 @@ struct AttentionTask {
 
 inline constexpr int64_t kAlignment = 128;
 
+/// Gradients of sum(dout * out) + sum(dlse * lse) for some query rows of one (batch, KV head), and what these rows add to
+/// the gradients of its keys and values. With p from the forward's lse (drop = what dropout did to a weight, 1 without):
+///   ds_j = p_j * (drop_j * dout . v_j - dout . out + dlse)          gradient of the score, hidden keys exactly 0
+///   dbias += ds;   dslope = -sum_j ds_j |p - j|;   ds_j *= 1 - tanh^2 (softcap)
+///   dq = scale * sum_j ds_j k_j;   dk_j += ds_j q / scale later;   dv_j += drop_j * p_j * dout
+/// Sums run over keys and rows in ascending order, whatever the blocks. Results that are nullptr cost nothing.
+/// NaN and Inf of hidden keys and values, and of q and dout where a row sees nothing, reach no result.
+struct BackwardTask {
+  AttentionTask
+      attention;  // rows, operands and scores; sinks and the results of the forward are not looked at
+
+  // Of the forward, all as element (token, head, d) or (token, head). lse and dlse are in the arithmetic type.
+  const void* out;   // q_dtype
+  const void* dout;  // q_dtype
+  const void* lse;   // -inf: the row sees nothing
+  const void* dlse;  // nullptr: 0
+  int64_t out_token_stride, out_head_stride;
+  int64_t dout_token_stride, dout_head_stride;
+  int64_t lse_token_stride, lse_head_stride;
+  int64_t dlse_token_stride, dlse_head_stride;
+
+  void* dq;  // q_dtype, written
+  int64_t dq_token_stride, dq_head_stride;
+  // Arithmetic type, rows of the keys [kv_begin, kv_end), backward_row_elements(dim) apart, aligned to kAlignment, added to:
+  // dk without the factor scale.
+  void* dk;
+  void* dv;
+  // Arithmetic type, element (token, head, key); added to, strides may be 0.
+  void* dbias;
+  int64_t dbias_token_stride, dbias_head_stride, dbias_key_stride;
+  // One number for each row of the task, written.
+  double* dlogsum;  // dlse - dout . out: what the gradient of a sink needs
+  double* dslope;
+  double* dscale;
+};
+
+/// out[row] = factor * (part[0][row] + part[1][row] + ...), parts in the arithmetic type.
+struct SumTask {
+  const void* parts;
+  int64_t n_parts, part_stride, row_stride;  // elements
+  int64_t n_rows, dim;
+  double factor;
+  void* out;
+  DType out_dtype;
+  int64_t out_row_stride;
+};
+
 /// y[m, n] = x[m, k] w^T + bias, w packed by pack. Any extent may be 0 (k = 0 leaves the bias). y
 /// overlaps nothing.
 /// y may be cut into blocks of columns that lie apart (heads): with c = y_column + j, column j of row i
@@ -142,6 +189,11 @@ struct KernelTable {
   void (*decode[2])(const AttentionTask&);
   void (*decode_weights[2])(const AttentionTask&);
   int64_t (*decode_scratch_bytes[2])(int64_t head_dim_qk, int64_t head_dim_v);
+  // Gradients; tasks of at most task_rows rows.
+  void (*backward[2])(const BackwardTask&);
+  int64_t (*backward_scratch_bytes[2])(int64_t head_dim_qk, int64_t head_dim_v);
+  int64_t (*backward_row_elements[2])(int64_t dim);
+  void (*sum_parts[2])(const SumTask&);
   // Projections. linear_columns: columns of a panel of packed weights. linear_block: y_block is a
   // multiple of it.
   int64_t linear_columns, linear_block;

@@ -91,6 +91,7 @@ struct PanelWork {
   T* rows;   // kLanes rows of max(head_dim_qk, head_dim_v, kBlock)
   T *k, *v;  // converted block
   int64_t k_stride, v_stride;
+  T* capped_slope = nullptr;  // see ScoreSteps
 
   // One formula for size and layout: take(n) hands out n elements.
   template <class Take>
@@ -213,7 +214,10 @@ HWY_INLINE void StartState(const AttentionTask& task, Panel<T>* panel) {
 template <class T>
 HWY_INLINE void FillSteps(const AttentionTask& task, const PanelWork<T>& work,
                           const Panel<T>& panel, int64_t k0, ScoreSteps<T>* steps) {
-  if (task.softcap > 0) steps->softcap = static_cast<T>(task.softcap * kLog2E);
+  if (task.softcap > 0) {
+    steps->softcap = static_cast<T>(task.softcap * kLog2E);
+    steps->capped_slope = work.capped_slope;
+  }
   if (task.alibi_slopes) {
     for (int w = 0; w < kPanel<T>; w++) {
       work.slope[w] = static_cast<T>(task.alibi_slopes[panel.head[w]] * kLog2E);

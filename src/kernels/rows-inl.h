@@ -106,14 +106,38 @@ HWY_INLINE int StartPanels(const AttentionTask& task, PanelWork<T>* work, Panel<
   return n;
 }
 
+// Rows of a panel from [dim][lane], lane vectors times factor: element x of lane's row at place(lane) + x elements of this
+// type. Whole vectors go straight to their rows; the rest through natural, kLanes rows of `stride`.
+template <class T, class Place>
+HWY_INLINE void StoreRows(const T* from, const T* factor, int64_t dim, int n_rows, DType dtype,
+                          T* natural, int64_t stride, Place place) {
+  for (int w = 0; w < n_rows; w += kLanes<T>) {
+    const int n = HWY_MIN(kLanes<T>, n_rows - w);
+    T* rows[kLanes<T>];
+    T* own[kLanes<T>];
+    for (int i = 0; i < kLanes<T>; i++) {
+      own[i] = natural + i * stride;
+      rows[i] = static_cast<T*>(place(HWY_MIN(w + i, n_rows - 1)));
+    }
+    int64_t done = 0;
+    if (n == kLanes<T> && dtype == kArithmetic<T>) {
+      done = dim / kLanes<T> * kLanes<T>;
+      PanelToRows(from + w, kPanel<T>, factor + w, done, rows);
+      if (done == dim) continue;
+    }
+    PanelToRows(from + done * kPanel<T> + w, kPanel<T>, factor + w, dim - done, own);
+    for (int i = 0; i < n; i++)
+      StoreRow(own[i], dtype, dim - done, Advance(static_cast<void*>(rows[i]), dtype, done));
+  }
+}
+
 // Writes the rows of a panel, and its state.
 template <class T>
 HWY_INLINE void StoreOut(const AttentionTask& task, const PanelWork<T>& work,
                          const Panel<T>& panel) {
   const Tag<T> d;
   const PanelState<T>& state = panel.state;
-  const int64_t first = panel.first_row - task.row_begin, dim = task.head_dim_v,
-                stride = work.v_stride;
+  const int64_t first = panel.first_row - task.row_begin, dim = task.head_dim_v;
   if (task.state_m) {
     T* m = static_cast<T*>(task.state_m) + first;
     T* l = static_cast<T*>(task.state_l) + first;
@@ -126,31 +150,15 @@ HWY_INLINE void StoreOut(const AttentionTask& task, const PanelWork<T>& work,
     const Vec<T> inverse = hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(d)), hn::Div(one, sum));
     hn::Store(task.unnormalised ? one : inverse, d, factor + w);
   }
-  // Whole vectors go straight to their rows; the rest through work.rows.
   const DType dtype = task.unnormalised ? kArithmetic<T> : task.out_dtype;
-  for (int w = 0; w < panel.n_rows; w += kLanes<T>) {
-    const int n = HWY_MIN(kLanes<T>, panel.n_rows - w);
-    T* rows[kLanes<T>];
-    T* natural[kLanes<T>];
-    for (int i = 0; i < kLanes<T>; i++) {
-      natural[i] = work.rows + i * stride;
-      const int lane = HWY_MIN(w + i, panel.n_rows - 1);
-      const int64_t offset = task.unnormalised ? (first + lane) * dim
-                                               : panel.token[lane] * task.out_token_stride +
-                                                     panel.head[lane] * task.out_head_stride;
-      rows[i] = static_cast<T*>(Advance(task.out, dtype, offset));
-    }
-    int64_t done = 0;
-    if (n == kLanes<T> && dtype == kArithmetic<T>) {
-      done = dim / kLanes<T> * kLanes<T>;
-      PanelToRows(state.out + w, kPanel<T>, factor + w, done, rows);
-      if (done == dim) continue;
-    }
-    PanelToRows(state.out + done * kPanel<T> + w, kPanel<T>, factor + w, dim - done, natural);
-    for (int i = 0; i < n; i++) {
-      StoreRow(natural[i], dtype, dim - done, Advance(static_cast<void*>(rows[i]), dtype, done));
-    }
-  }
+  StoreRows(state.out, factor, dim, panel.n_rows, dtype, work.rows, work.v_stride,
+            [&](int lane) HWY_ATTR {
+              const int64_t offset = task.unnormalised
+                                         ? (first + lane) * dim
+                                         : panel.token[lane] * task.out_token_stride +
+                                               panel.head[lane] * task.out_head_stride;
+              return Advance(task.out, dtype, offset);
+            });
 }
 
 }  // namespace HWY_NAMESPACE

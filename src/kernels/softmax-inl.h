@@ -41,6 +41,7 @@ HWY_INLINE Vec<T> NegativeInfinity() {
 template <class T>
 struct ScoreSteps {
   T softcap;          // > 0: s = softcap * tanh(s)
+  T* capped_slope;    // [key][lane], written: 1 - tanh^2
   const T* dense;     // [key][lane], added; -inf hides
   const T* slope;     // s -= slope * |position - key|
   const T* position;  // relative to the block
@@ -67,7 +68,14 @@ HWY_NOINLINE void FinishScores(const ScoreSteps<T>& steps, T* HWY_RESTRICT s, T*
       T* at = s + x * kPanel<T> + w;
       Vec<T> score = hn::Load(d, at);
       const Vec<T> key = hn::Set(d, static_cast<T>(x));
-      if (steps.softcap > 0) score = hn::Mul(hn::Set(d, steps.softcap), hn::Tanh(d, score));
+      if (steps.softcap > 0) {
+        const Vec<T> t = hn::Tanh(d, score);
+        if (steps.capped_slope) {
+          const Vec<T> slope = hn::NegMulAdd(t, t, hn::Set(d, T{1}));
+          hn::Store(slope, d, steps.capped_slope + x * kPanel<T> + w);
+        }
+        score = hn::Mul(hn::Set(d, steps.softcap), t);
+      }
       if (steps.slope) {
         const Vec<T> distance = hn::Abs(hn::Sub(hn::Load(d, steps.position + w), key));
         score = hn::NegMulAdd(hn::Load(d, steps.slope + w), distance, score);

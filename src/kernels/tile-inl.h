@@ -89,18 +89,14 @@ struct NoStep {
   HWY_INLINE void operator()() const {}
 };
 
-// acc[i][j] = init(i, j) + sum_u A(i, u) * B[u][j];  then done(i, j, acc).
+// acc[i][j] += sum_u A(i, u) * B[u][j] for n steps of u.
 //   A(i, u): kRowsAreStrided ? a[i * lda + u] : a[u * lda + i]   broadcast, natural layout
 //   B[u][j]: vector j of b + u * ldb                             aligned panel
 // step() runs once per u: room for a prefetch.
-template <class T, int kRows, int kVectors, bool kRowsAreStrided, class Init, class Done,
-          class Step = NoStep>
-HWY_INLINE void Tile(const T* HWY_RESTRICT a, size_t lda, const T* HWY_RESTRICT b, size_t ldb,
-                     size_t n, Init init, Done done, Step step = Step()) {
+template <class T, int kRows, int kVectors, bool kRowsAreStrided, class Step = NoStep>
+HWY_INLINE void TileSteps(const T* HWY_RESTRICT a, size_t lda, const T* HWY_RESTRICT b, size_t ldb,
+                          size_t n, Vec<T> (&acc)[kRows][kVectors], Step step = Step()) {
   const Tag<T> d;
-  Vec<T> acc[kRows][kVectors];
-  Each<kRows>([&](auto i)
-                  HWY_ATTR { Each<kVectors>([&](auto j) HWY_ATTR { acc[i][j] = init(i, j); }); });
   for (size_t u = 0; u < n; u++) {
     Vec<T> panel[kVectors];
     Each<kVectors>([&](auto j) HWY_ATTR { panel[j] = Pin(hn::Load(d, b + j * kLanes<T>)); });
@@ -112,6 +108,17 @@ HWY_INLINE void Tile(const T* HWY_RESTRICT a, size_t lda, const T* HWY_RESTRICT 
     a += kRowsAreStrided ? 1 : lda;
     b += ldb;
   }
+}
+
+// acc[i][j] = init(i, j), n steps, then done(i, j, acc).
+template <class T, int kRows, int kVectors, bool kRowsAreStrided, class Init, class Done,
+          class Step = NoStep>
+HWY_INLINE void Tile(const T* HWY_RESTRICT a, size_t lda, const T* HWY_RESTRICT b, size_t ldb,
+                     size_t n, Init init, Done done, Step step = Step()) {
+  Vec<T> acc[kRows][kVectors];
+  Each<kRows>([&](auto i)
+                  HWY_ATTR { Each<kVectors>([&](auto j) HWY_ATTR { acc[i][j] = init(i, j); }); });
+  TileSteps<T, kRows, kVectors, kRowsAreStrided>(a, lda, b, ldb, n, acc, step);
   Each<kRows>([&](auto i)
                   HWY_ATTR { Each<kVectors>([&](auto j) HWY_ATTR { done(i, j, acc[i][j]); }); });
 }
