@@ -41,4 +41,21 @@ inline double element(const ConstTensor& t, int64_t offset) {
   return 0;
 }
 
+/// Rounds x into a floating-point element.
+inline void store_element(const Tensor& t, int64_t offset, double x) {
+  switch (t.dtype) {
+    case DType::f64:
+      static_cast<double*>(t.data)[offset] = x;
+      break;
+    case DType::bf16:
+      static_cast<bf16_t*>(t.data)[offset] = to_bf16(static_cast<float>(x));
+      break;
+    case DType::f16:
+      static_cast<f16_t*>(t.data)[offset] = to_f16(static_cast<float>(x));
+      break;
+    default:
+      static_cast<float*>(t.data)[offset] = static_cast<float>(x);
+  }
+}
+
 }  // namespace qkv

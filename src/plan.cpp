@@ -7,7 +7,9 @@
 
 #include <algorithm>
 
+#include "backward.h"
 #include "call.h"
+#include "checked_sizes.h"
 
 namespace qkv {
 namespace {
@@ -20,22 +22,6 @@ constexpr int64_t kMinSplitKeys = 512;
 // Waking a thread costs about 30 us after a pause (pool, measured on Zen 4); below this share per
 // thread it does not pay.
 constexpr int64_t kFlopPerThread = 4'000'000;
-
-int64_t times(std::initializer_list<int64_t> factors, const char* what) {
-  int64_t product = 1;
-  for (const int64_t f : factors) {
-    if (__builtin_mul_overflow(product, f, &product))
-      throw Error(fmt::format("plan: {} does not fit 64 bits", what));
-  }
-  return product;
-}
-
-int64_t plus(int64_t a, int64_t b, const char* what) {
-  int64_t sum;
-  if (__builtin_add_overflow(a, b, &sum))
-    throw Error(fmt::format("plan: {} does not fit 64 bits", what));
-  return sum;
-}
 
 }  // namespace
 
@@ -128,6 +114,7 @@ Plan plan(const Problem& p, const AttentionOptions& options) {
     plan.scratch_bytes =
         plus(plan.scratch_bytes, times({part, plan.work_items}, "scratch of splits"), "scratch");
   }
+  if (p.pass != Pass::forward && !is_empty) describe_backward(p, options, &plan);
   // Coarse model: 0.9 of two FMAs per cycle at 3.5 GHz, or 15 GB/s per thread, whichever is slower.
   const double lanes = static_cast<double>(table.tile_q[arithmetic]) / 2;
   const double flops = 0.9 * lanes * 4 * 3.5e9 * plan.num_threads;

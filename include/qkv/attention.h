@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: call. attention(): shapes, options, meaning. The path of a tensor: this file ->
+// Tier: call. attention() and its gradients: shapes, options, meaning. The path of a tensor: this file ->
 // src/attention.cpp (check, plan, schedule) -> src/kernels/kernels.h (contract) ->
 // src/kernels/prefill-inl.h or decode-inl.h (the loop).
 #pragma once
@@ -95,5 +95,50 @@ QKV_EXPORT void attention_varlen(ConstTensor q, ConstTensor k, ConstTensor v,
 /// out_a or out_b itself. Computed in double. Throws Error if shapes differ.
 QKV_EXPORT void merge_states(ConstTensor out_a, ConstTensor lse_a, ConstTensor out_b,
                              ConstTensor lse_b, Tensor out, Tensor lse = {});
+
+/// What attention() read and gave, and the gradient of a loss with respect to that.
+struct BackwardInputs {
+  ConstTensor q{}, k{}, v{};  ///< as given to attention()
+  ConstTensor out{}, lse{};   ///< as written by attention()
+  ConstTensor dout{};         ///< gradient with respect to out
+  ConstTensor dlse{};         ///< gradient with respect to lse; empty = 0
+};
+
+/// An empty tensor means "not wanted" and costs nothing. Asking for more never changes dq, dk or dv
+/// by a bit.
+struct BackwardOutputs {
+  Tensor dq{}, dk{}, dv{};
+  Tensor dbias{}, dsinks{}, dalibi_slopes{}, dscale{};
+};
+
+/// Gradients of attention(): what sum(dout * out) + sum(dlse * lse) changes with each input.
+///
+///   inputs.q, k, v         as attention()
+///   inputs.out             [batch, num_heads,    n_q,  head_dim_v ]   same dtype as q
+///   inputs.lse             [batch, num_heads,    n_q]                 f32 (f64 for f64)
+///   inputs.dout            [batch, num_heads,    n_q,  head_dim_v ]   same dtype as q
+///   inputs.dlse            [batch, num_heads,    n_q]                 f32 (f64 for f64)
+///   outputs.dq             as q; likewise dk and dv; summed over the heads that share a KV head
+///   outputs.dbias          [shape of options.bias]                    f32 (f64 for f64)
+///   outputs.dsinks         [num_heads]                                f32 (f64 for f64)
+///   outputs.dalibi_slopes  [num_heads]                                f32 (f64 for f64)
+///   outputs.dscale         one element, any rank                      f32 (f64 for f64)
+///
+/// options are those of the forward call; dropped weights are found again from the seed. dbias is
+/// summed over every axis that the bias broadcasts; an additive array inside options.mask has no
+/// gradient. Outputs overlap neither inputs nor each other. Strides as attention().
+/// A row that sees no key adds nothing to any gradient but its sink's (through dlse); hidden keys
+/// get exact zeros. NaN or Inf in a hidden key or value, or in q or dout of a row that sees
+/// nothing, never reaches a gradient.
+///
+/// Numerics: weights are exp(s - lse), sums in f32 (f64 for f64); the same bits for any number of
+/// threads and any batch (dbias, dsinks, dalibi_slopes and dscale may sum over the batch).
+/// Cost: visible_pairs * (6 * head_dim_qk + 4 * head_dim_v) flop, and 0.4 of that again for a dbias
+/// that several heads or batch entries share; scratch O(threads * n_kv), no n_q x n_kv buffer.
+/// Throws Error before anything is written, as attention(). Thread-safe for distinct outputs.
+///
+/// Sources: recomputation from the log-sum-exp arXiv:2205.14135, arXiv:2307.08691.
+QKV_EXPORT void attention_backward(const BackwardInputs& inputs, const BackwardOutputs& outputs,
+                                   const AttentionOptions& options = {});
 
 }  // namespace qkv
