@@ -232,4 +232,90 @@ Backward backward(const ConstTensor& q, const ConstTensor& k, const ConstTensor&
   return g;
 }
 
+DoubleBackward double_backward(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
+                               const ConstTensor& dout, const ConstTensor& ddq,
+                               const ConstTensor& ddk, const ConstTensor& ddv,
+                               const AttentionOptions& options) {
+  const Problem x = problem_of(q, k, v, options);
+  const MaskShape& n = x.shape;
+  auto zeros = [](const ConstTensor& t) {
+    return std::vector<double>(static_cast<size_t>(t.num_elements()));
+  };
+  auto or_zero = [](const ConstTensor& t, int64_t b, int64_t h, int64_t i, int64_t d) {
+    return t ? at(t, b, h, i, d) : 0;
+  };
+  DoubleBackward g{zeros(q), zeros(k), zeros(v), zeros(dout)};
+  const int64_t num_kv_heads = k.shape[1];
+
+  // What backward() does to one score s = cap(t), t = scale q . k, and what of it meets the new
+  // gradients: dt = P (dP - mean_dp) cap' reaches dq and dk through mixed = scale (ddq . k + q .
+  // ddk), and P reaches dv through direct = factor dout . ddv.
+  struct Element {
+    double factor = 0, dp = 0, mixed = 0, direct = 0, cap1 = 1, cap2 = 0;
+  };
+  for (int64_t b = 0; b < n.batch; ++b)
+    for (int64_t h = 0; h < n.num_heads; ++h)
+      for (int64_t i = 0; i < n.n_q; ++i) {
+        const int64_t h_kv = h / x.group_size;
+        const Row row = softmax(x, b, h, i);
+        std::vector<Element> elements(static_cast<size_t>(n.n_kv));
+        double mean_dp = 0,
+               mean_mixed = 0;  // sums over j of P_ij dP_ij and of P_ij cap'_ij mixed_ij
+        for (int64_t j = 0; j < n.n_kv; ++j) {
+          const Score& s = row.scores[static_cast<size_t>(j)];
+          if (!s.is_visible) continue;
+          Element& e = elements[static_cast<size_t>(j)];
+          e.factor = dropout_factor(x, b, h, i, j);
+          for (int64_t d = 0; d < x.head_dim_v && e.factor != 0; ++d) {
+            e.dp += e.factor * at(dout, b, h, i, d) * at(v, b, h_kv, j, d);
+            e.direct += e.factor * at(dout, b, h, i, d) * or_zero(ddv, b, h_kv, j, d);
+          }
+          for (int64_t d = 0; d < x.head_dim_qk; ++d)
+            e.mixed += x.scale * (or_zero(ddq, b, h, i, d) * at(k, b, h_kv, j, d) +
+                                  at(q, b, h, i, d) * or_zero(ddk, b, h_kv, j, d));
+          if (options.softcap > 0) {
+            e.cap1 = 1 - s.tanh * s.tanh;
+            e.cap2 = -2 * s.tanh * e.cap1 / options.softcap;
+          }
+          mean_dp += row.weights[static_cast<size_t>(j)] * e.dp;
+          mean_mixed += row.weights[static_cast<size_t>(j)] * e.cap1 * e.mixed;
+        }
+
+        // The gradient with respect to P_ij, and its mean for the softmax behind it.
+        auto through_weight = [&](const Element& e) {
+          return (e.dp - mean_dp) * e.cap1 * e.mixed - mean_mixed * e.dp + e.direct;
+        };
+        double mean_weight = 0;
+        for (int64_t j = 0; j < n.n_kv; ++j)
+          if (row.scores[static_cast<size_t>(j)].is_visible)
+            mean_weight += row.weights[static_cast<size_t>(j)] *
+                           through_weight(elements[static_cast<size_t>(j)]);
+
+        double* to_q = g.dq.data() + row_index(n.num_heads, n.n_q, x.head_dim_qk, b, h, i);
+        double* to_dout = g.ddout.data() + row_index(n.num_heads, n.n_q, x.head_dim_v, b, h, i);
+        for (int64_t j = 0; j < n.n_kv; ++j) {
+          if (!row.scores[static_cast<size_t>(j)].is_visible) continue;
+          const Element& e = elements[static_cast<size_t>(j)];
+          const double p = row.weights[static_cast<size_t>(j)];
+          const double ds = p * (e.dp - mean_dp), dt = ds * e.cap1;
+          const double through_t =
+              p * (through_weight(e) - mean_weight) * e.cap1 + ds * e.mixed * e.cap2;
+          const double through_dp = p * (e.cap1 * e.mixed - mean_mixed) * e.factor;
+          double* to_k = g.dk.data() + row_index(num_kv_heads, n.n_kv, x.head_dim_qk, b, h_kv, j);
+          double* to_v = g.dv.data() + row_index(num_kv_heads, n.n_kv, x.head_dim_v, b, h_kv, j);
+          for (int64_t d = 0; d < x.head_dim_qk; ++d) {
+            to_q[d] +=
+                x.scale * (through_t * at(k, b, h_kv, j, d) + dt * or_zero(ddk, b, h_kv, j, d));
+            to_k[d] += x.scale * (through_t * at(q, b, h, i, d) + dt * or_zero(ddq, b, h, i, d));
+          }
+          for (int64_t d = 0; d < x.head_dim_v && e.factor != 0; ++d) {
+            to_v[d] += through_dp * at(dout, b, h, i, d);
+            to_dout[d] +=
+                through_dp * at(v, b, h_kv, j, d) + p * e.factor * or_zero(ddv, b, h_kv, j, d);
+          }
+        }
+      }
+  return g;
+}
+
 }  // namespace qkv::reference

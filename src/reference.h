@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tier: call. The readable definition of attention and of its gradients: plain loops in double.
-// Everything fast in this library is measured against these two functions. Arguments must be valid
+// Everything fast in this library is measured against these functions. Arguments must be valid
 // (attention() says what that means).
 #pragma once
 #include <vector>
@@ -31,5 +31,16 @@ struct Backward {
 Backward backward(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
                   const ConstTensor& dout, const ConstTensor& dlse = {},
                   const AttentionOptions& options = {});
+
+/// The gradient with respect to q, k, v and dout of
+/// sum(ddq * dq) + sum(ddk * dk) + sum(ddv * dv), where dq, dk and dv are backward()'s for a dlse of
+/// 0. Row-major, in double. ddq, ddk, ddv are as q, k, v or not given (0).
+struct DoubleBackward {
+  std::vector<double> dq, dk, dv, ddout;
+};
+DoubleBackward double_backward(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
+                               const ConstTensor& dout, const ConstTensor& ddq,
+                               const ConstTensor& ddk, const ConstTensor& ddv,
+                               const AttentionOptions& options = {});
 
 }  // namespace qkv::reference

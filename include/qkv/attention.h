@@ -141,4 +141,30 @@ struct BackwardOutputs {
 QKV_EXPORT void attention_backward(const BackwardInputs& inputs, const BackwardOutputs& outputs,
                                    const AttentionOptions& options = {});
 
+/// A backward pass, and the gradient of a loss with respect to its dq, dk and dv (empty = 0).
+struct DoubleBackwardInputs {
+  ConstTensor q{}, k{}, v{}, dout{};
+  ConstTensor ddq{}, ddk{}, ddv{};
+};
+
+/// An empty tensor means "not wanted".
+struct DoubleBackwardOutputs {
+  Tensor dq{}, dk{}, dv{}, ddout{};
+};
+
+/// Gradients of attention_backward(): what sum(ddq * dq) + sum(ddk * dk) + sum(ddv * dv) changes
+/// with q, k, v and dout. For gradient checks and gradient penalties; dlse and the other gradients
+/// of attention_backward() take no part.
+///
+///   inputs.ddq, ddk, ddv   as q, k, v
+///   outputs.dq, dk, dv     as q, k, v
+///   outputs.ddout          as dout
+///
+/// Plain loops in double (plan() names the path "reference"), on one thread: slow, and exact to
+/// double precision for f64. Scratch O(n_q + n_kv) doubles per head. Masks, options, empty rows and
+/// errors as attention_backward().
+QKV_EXPORT void attention_double_backward(const DoubleBackwardInputs& inputs,
+                                          const DoubleBackwardOutputs& outputs,
+                                          const AttentionOptions& options = {});
+
 }  // namespace qkv
