@@ -46,6 +46,34 @@ inline constexpr AttentionCase kAttentionCases[] = {
     {"lesson-b10-h8-d64", 10, 8, 8, 2, 4, 64, CaseMask::full, 0, 0},
 };
 
+/// attention_backward() with dq, dk and dv. with_bias: a bias of its own per head and its gradient.
+struct BackwardCase {
+  const char* name;
+  int64_t batch, num_heads, num_kv_heads, n, head_dim_qk, head_dim_v;
+  CaseMask mask;
+  bool with_bias, with_dropout;
+  double reach_avx512, reach_avx2;
+};
+
+inline constexpr BackwardCase kBackwardCases[] = {
+    {"full-n512-d64", 1, 8, 8, 512, 64, 64, CaseMask::full, false, false, 0.93, 0.90},
+    {"full-n512-d128", 1, 8, 8, 512, 128, 128, CaseMask::full, false, false, 0.93, 0.90},
+    {"full-n2048-d64", 1, 8, 8, 2048, 64, 64, CaseMask::full, false, false, 0.93, 0.90},
+    {"full-n2048-d128", 1, 8, 8, 2048, 128, 128, CaseMask::full, false, false, 0.93, 0.90},
+    {"causal-n2048-d64", 1, 8, 8, 2048, 64, 64, CaseMask::causal, false, false, 0.86, 0.82},
+    {"causal-n2048-d128", 1, 8, 8, 2048, 128, 128, CaseMask::causal, false, false, 0.86, 0.82},
+    {"causal-n512-d64", 1, 8, 8, 512, 64, 64, CaseMask::causal, false, false, 0.80, 0.76},
+    {"causal-n512-d128", 1, 8, 8, 512, 128, 128, CaseMask::causal, false, false, 0.80, 0.76},
+    {"gqa4-causal-n1024-d128", 1, 32, 8, 1024, 128, 128, CaseMask::causal, false, false, 0.84,
+     0.80},
+    {"mqa32-causal-n1024-d128", 1, 32, 1, 1024, 128, 128, CaseMask::causal, false, false, 0.84,
+     0.80},
+    {"bert-b8-h12-n128-d64", 8, 12, 12, 128, 64, 64, CaseMask::full, false, false, 0.80, 0.76},
+    {"odd-n1023-d72-dv40", 1, 8, 8, 1023, 72, 40, CaseMask::full, false, false, 0.80, 0.76},
+    {"bias-n512-d64", 1, 8, 8, 512, 64, 64, CaseMask::full, true, false, 0, 0},
+    {"dropout-n512-d64", 1, 8, 8, 512, 64, 64, CaseMask::full, false, true, 0, 0},
+};
+
 /// A projection: m rows of k numbers to n. Few rows are bound by reading the weights: their reach
 /// is a fraction of the read bandwidth.
 struct LinearCase {
