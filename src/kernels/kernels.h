@@ -107,18 +107,19 @@ struct AttentionTask {
 
 inline constexpr int64_t kAlignment = 128;
 
-/// Gradients of sum(dout * out) + sum(dlse * lse) for some query rows of one (batch, KV head), and what these rows add to
-/// the gradients of its keys and values. With p from the forward's lse (drop = what dropout did to a weight, 1 without):
-///   ds_j = p_j * (drop_j * dout . v_j - dout . out + dlse)          gradient of the score, hidden keys exactly 0
-///   dbias += ds;   dslope = -sum_j ds_j |p - j|;   ds_j *= 1 - tanh^2 (softcap)
-///   dq = scale * sum_j ds_j k_j;   dk_j += ds_j q / scale later;   dv_j += drop_j * p_j * dout
-/// Sums run over keys and rows in ascending order, whatever the blocks. Results that are nullptr cost nothing.
-/// NaN and Inf of hidden keys and values, and of q and dout where a row sees nothing, reach no result.
+/// Gradients of sum(dout * out) + sum(dlse * lse) for some query rows of one (batch, KV head), and what
+/// these rows add to the gradients of its keys and values. With p from the forward's lse, and drop what
+/// dropout did to a weight (1 without):
+///   ds_j    = p_j * (drop_j * dout . v_j - dout . out + dlse)      exactly 0 for hidden keys
+///   dbias  += ds;   dslope = -sum_j ds_j |p - j|;   then ds_j *= 1 - tanh^2 with a soft cap
+///   dq      = scale * sum_j ds_j k_j;   dscale = q . sum_j ds_j k_j
+///   dk_j   += ds_j q, without the factor scale;   dv_j += drop_j p_j dout
+/// Sums run over keys and rows in ascending order, whatever the blocks. NaN and Inf of hidden keys and
+/// values, and of q and dout where a row sees nothing, reach no result.
 struct BackwardTask {
-  AttentionTask
-      attention;  // rows, operands and scores; sinks and the results of the forward are not looked at
+  AttentionTask attention;  // rows, operands and scores; sinks and results are not looked at
 
-  // Of the forward, all as element (token, head, d) or (token, head). lse and dlse are in the arithmetic type.
+  // Of the forward: element (token, head, d), or (token, head). lse and dlse: arithmetic type.
   const void* out;   // q_dtype
   const void* dout;  // q_dtype
   const void* lse;   // -inf: the row sees nothing
@@ -128,13 +129,14 @@ struct BackwardTask {
   int64_t lse_token_stride, lse_head_stride;
   int64_t dlse_token_stride, dlse_head_stride;
 
+  // Results; nullptr: not wanted, and costs nothing.
   void* dq;  // q_dtype, written
   int64_t dq_token_stride, dq_head_stride;
-  // Arithmetic type, rows of the keys [kv_begin, kv_end), backward_row_elements(dim) apart, aligned to kAlignment, added to:
-  // dk without the factor scale.
+  // Arithmetic type, added to: rows of the keys [kv_begin, kv_end), backward_row_elements(dim) apart,
+  // aligned to kAlignment.
   void* dk;
   void* dv;
-  // Arithmetic type, element (token, head, key); added to, strides may be 0.
+  // Arithmetic type, added to: element (token, head, key); strides may be 0.
   void* dbias;
   int64_t dbias_token_stride, dbias_head_stride, dbias_key_stride;
   // One number for each row of the task, written.
@@ -143,7 +145,8 @@ struct BackwardTask {
   double* dscale;
 };
 
-/// out[row] = factor * (part[0][row] + part[1][row] + ...), parts in the arithmetic type.
+/// out[row] = factor * (part[0][row] + part[1][row] + ...), parts in the arithmetic type, rows padded
+/// and aligned as BackwardTask's dk.
 struct SumTask {
   const void* parts;
   int64_t n_parts, part_stride, row_stride;  // elements
