@@ -291,7 +291,8 @@ def backward_op(
         q, k, v, out, lse, dout, dlse, mask, bias, sinks, causal, scale, softcap, dropout, _int_seed(seed),
         (bias is not None, sinks is not None),
     )  # fmt: skip
-    return tuple(q.new_empty(0) if g is None else g.contiguous() for g in grads)
+    dq, dk, dv, dbias, dsinks = (q.new_empty(0) if g is None else g.contiguous() for g in grads)
+    return dq, dk, dv, dbias, dsinks
 
 
 @backward_op.register_fake
