@@ -178,7 +178,7 @@ class BackwardSchedule {
     const int64_t b = pair / c_.num_kv_heads, h_kv = pair % c_.num_kv_heads;
     const int64_t begin = part * cut_.part_tokens, end = std::min(begin + cut_.part_tokens, c_.n_q);
     const BackwardOutputs& o = b_.outputs;
-    if (o.dk || o.dv) std::memset(sums, 0, static_cast<size_t>(part_elements_ * bytes()));
+    if ((o.dk || o.dv) && sums) std::memset(sums, 0, static_cast<size_t>(part_elements_ * bytes()));
     if (o.dbias && is_bias_own_) clear_dbias(b, h_kv, begin, end, 0, c_.n_kv);
     for_blocks(b, h_kv, begin, end, [&](const TaskPlace& place) {
       BackwardTask t = make_task(place, &memory);
