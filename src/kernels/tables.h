@@ -7,9 +7,9 @@
 namespace qkv::kernels {
 
 /// Fills its own fields of the table with the functions of the target in force.
-void fill_prefill(KernelTable* table);  // prefill.cpp
-void fill_decode(KernelTable* table);   // decode.cpp
+void fill_prefill(KernelTable* table);   // prefill.cpp
+void fill_decode(KernelTable* table);    // decode.cpp
 void fill_backward(KernelTable* table);  // backward.cpp
-void fill_linear(KernelTable* table);   // linear.cpp
+void fill_linear(KernelTable* table);    // linear.cpp
 
 }  // namespace qkv::kernels
