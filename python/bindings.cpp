@@ -70,6 +70,7 @@ NB_MODULE(_core, m) {
   m.attr("__version__") = QKV_VERSION;
   bind_mask(m);
   bind_attention(m);
+  bind_backward(m);
   bind_variants(m);
   bind_files(m);
   bind_layer(m);

@@ -98,12 +98,12 @@ class OptionArguments {
   /// Reads every value that is not nullptr.
   OptionArguments(const Values& values, const char* caller);
   AttentionOptions options;
-  bool has_bias() const { return static_cast<bool>(bias_); }
-  bool has_sinks() const { return static_cast<bool>(sinks_); }
+  /// Axes of the bias as given; options.bias has at least 2.
+  int bias_rank() const { return bias_rank_; }
 
  private:
   Array mask_, bias_, sinks_, alibi_slopes_;
-  Ref mask_owner_;
+  int bias_rank_ = 0;
 };
 
 /// Runs work() without the GIL. Long work listens to Ctrl-C between its tasks: work gets an

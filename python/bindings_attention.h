@@ -6,11 +6,13 @@
 namespace qkv::python {
 
 void bind_attention(nanobind::module_& module);
+void bind_backward(nanobind::module_& module);
 void bind_variants(nanobind::module_& module);
 void bind_files(nanobind::module_& module);
 void bind_layer(nanobind::module_& module);
 
 extern const char kAttentionDoc[];
+extern const char kBackwardDoc[];
 extern const char kVarlenDoc[];
 extern const char kMergeDoc[];
 

@@ -59,6 +59,28 @@ the only n_q x n_kv array, and only if asked for. The GIL is released; Ctrl-C in
 Sources: Attention Is All You Need, arXiv:1706.03762; online softmax arXiv:1805.02867; tiling
 arXiv:2205.14135; MQA arXiv:1911.02150; GQA arXiv:2305.13245.)doc";
 
+const char kBackwardDoc[] =
+    R"doc(attention_backward(q, k, v, out, lse, dout, *, mask=None, bias=None, scale=None, softcap=None, sinks=None, alibi_slopes=None, dropout=0.0, seed=0, dlse=None, num_threads=None)
+--
+
+Gradients of attention(): what sum(dout * out) + sum(dlse * lse) changes with each input.
+
+  q, k, v    as given to attention()
+  out, lse   as attention(..., return_lse=True) gave them
+  dout       [batch, num_heads, n_q, head_dim_v]   gradient with respect to out
+  dlse       [batch, num_heads, n_q]               gradient with respect to lse; None = 0
+
+Returns (dq, dk, dv), then dbias if a bias is given, then dsinks if sinks are. dq, dk, dv have the
+shapes and dtypes of q, k, v; dk and dv are summed over the query heads that share a KV head. dbias
+has the shape of the bias, dsinks that of the sinks; both float32 (float64 for float64).
+
+mask, bias, scale, softcap, sinks, alibi_slopes, dropout and seed are those of the forward call;
+dropped weights are found again from the seed. A row that sees no key adds nothing to any gradient,
+hidden keys get exact zeros, and NaN in a hidden key reaches no gradient.
+
+Cost: visible pairs * (6 * head_dim_qk + 4 * head_dim_v) flop; no n_q x n_kv array. Errors as
+attention(). Sources: recomputation from the log-sum-exp, arXiv:2205.14135, arXiv:2307.08691.)doc";
+
 const char kVarlenDoc[] =
     R"doc(attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, *, mask=None, bias=None, scale=None, softcap=None, sinks=None, alibi_slopes=None, dropout=0.0, seed=0, return_lse=False, out=None, num_threads=None)
 --

@@ -90,6 +90,7 @@ OptionArguments::OptionArguments(const Values& v, const char* caller) {
   }
   if (v.bias) {
     bias_.open(v.bias, caller, "bias");
+    bias_rank_ = bias_.view().rank;
     bias_.raise_rank(2);
     options.bias = bias_.view();
   }

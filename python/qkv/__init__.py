@@ -12,7 +12,7 @@ doors for those libraries and are imported on their own; this module needs NumPy
 """
 
 from . import _core, convert
-from ._core import Mask, attention, attention_varlen, merge_states, set_num_threads
+from ._core import Mask, attention, attention_backward, attention_varlen, merge_states, set_num_threads
 from ._cache import KVCache, attention_paged
 from ._files import load_npy, load_safetensors, load_safetensors_metadata, save_safetensors
 from ._layers import GQA, MHA, MQA, load_layer
@@ -28,6 +28,7 @@ __all__ = [
     "Mask",
     "alibi_slopes",
     "attention",
+    "attention_backward",
     "attention_paged",
     "attention_varlen",
     "convert",

@@ -8,6 +8,7 @@ from ._cache import attention_paged as attention_paged
 from ._core import Array
 from ._core import Mask as Mask
 from ._core import attention as attention
+from ._core import attention_backward as attention_backward
 from ._core import attention_varlen as attention_varlen
 from ._core import merge_states as merge_states
 from ._core import set_num_threads as set_num_threads

@@ -64,6 +64,25 @@ def attention(
     out: Optional[Array] = None,
     num_threads: Optional[int] = None,
 ) -> Any: ...
+def attention_backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    *,
+    mask: Union[Mask, Array, None] = None,
+    bias: Optional[Array] = None,
+    scale: Optional[float] = None,
+    softcap: Optional[float] = None,
+    sinks: Optional[Array] = None,
+    alibi_slopes: Optional[Array] = None,
+    dropout: float = 0.0,
+    seed: int = 0,
+    dlse: Optional[Array] = None,
+    num_threads: Optional[int] = None,
+) -> tuple[Array, ...]: ...
 def attention_varlen(
     q: Array,
     k: Array,
@@ -84,6 +103,7 @@ def attention_varlen(
     num_threads: Optional[int] = None,
 ) -> Any: ...
 def merge_states(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]: ...
+def _attention_backward(*args: Any) -> tuple[Any, ...]: ...
 def plan(*args: Any) -> dict[str, Any]: ...
 def info() -> dict[str, Any]: ...
 def set_isa(isa: str) -> None: ...

@@ -82,10 +82,13 @@ def _gradients_by_definition(function, q, k, v, bias, sinks, dout, dlse):
 
 def backward(q, k, v, out, lse, dout, dlse, mask, bias, sinks, causal, scale, softcap, dropout, seed, wants):
     """(dq, dk, dv, dbias, dsinks); wants: (bias, sinks)."""
-    del out, lse
-    function = _differentiable(q, k, mask, causal, scale, softcap, dropout, seed)
-    grads = _gradients_by_definition(function, q, k, v, bias, sinks, dout, dlse)
-    return (*grads[:3], grads[3] if wants[0] else None, grads[4] if wants[1] else None)
+    dq, dk, dv, dbias, dsinks = _core._attention_backward(
+        q, k, v, out, lse, dout, dlse, _mask(mask, causal), bias, scale, softcap, sinks, dropout, seed, wants
+    )  # fmt: skip
+    # Sums come in the precision of the arithmetic.
+    dbias = dbias if dbias is None or dbias.dtype == bias.dtype else dbias.to(bias.dtype)
+    dsinks = dsinks if dsinks is None or dsinks.dtype == sinks.dtype else dsinks.to(sinks.dtype)
+    return dq, dk, dv, dbias, dsinks
 
 
 def second_backward(q, k, v, bias, sinks, dout, dlse, fixed, cotangents):
