@@ -155,6 +155,20 @@ class EagerAttention(torch.autograd.Function):
         return (out.unflatten(0, (info.batch_size, batch)), lse.unflatten(0, (info.batch_size, batch))), (0, 0)
 
 
+class PlainAttention(torch.autograd.Function):
+    """EagerAttention for plain tensors outside of transforms: a context argument instead of setup_context(),
+    whose binding of arguments costs more than a small attention.
+    """
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = EagerAttention.forward(*inputs)
+        EagerAttention.setup_context(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(EagerAttention.backward)
+
+
 class EagerBackward(torch.autograd.Function):
     """The gradients as a function of the inputs, so that they can be differentiated again."""
 

@@ -74,7 +74,6 @@ def scaled_dot_product_attention(
         and not (query.is_nested or key.is_nested or value.is_nested)
         and forward_ad._current_level < 0
         and not torch.is_autocast_enabled("cpu")
-        and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
     ):
         # The usual call, spared the general road below. The kernel checks everything else.
         q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
@@ -87,17 +86,32 @@ def scaled_dot_product_attention(
             and k_shape[:3] == v_shape[:3]
             and q_shape[3] == k_shape[3]
         ):
+            needs_grad = torch.is_grad_enabled() and (
+                query.requires_grad or key.requires_grad or value.requires_grad
+            )
             if attn_mask is None:
+                if needs_grad:
+                    return _differentiable(query, key, value, None, None, is_causal, scale)
                 return _attention(query, key, value, mask=_CAUSAL if is_causal else None, scale=scale)
-            if type(attn_mask) is torch.Tensor and attn_mask.is_cpu and not is_causal and not attn_mask.requires_grad:
+            if type(attn_mask) is torch.Tensor and attn_mask.is_cpu and not is_causal:
                 shape = attn_mask.shape
                 full = (*q_shape[:3], k_shape[2])
                 if len(shape) in (2, 4) and all(a in (1, b) for a, b in zip(shape[::-1], full[::-1])):
                     if attn_mask.dtype == torch.bool:
+                        if needs_grad:
+                            return _differentiable(query, key, value, attn_mask, None, False, scale)
                         return _attention(query, key, value, mask=attn_mask, scale=scale)
                     if attn_mask.dtype == query.dtype:
+                        if needs_grad or (attn_mask.requires_grad and torch.is_grad_enabled()):
+                            return _differentiable(query, key, value, None, attn_mask, False, scale)
                         return _attention(query, key, value, bias=attn_mask, scale=scale)
     return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _differentiable(q, k, v, mask, bias, causal, scale):
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[3]) if q.shape[3] else 1.0
+    return _ops.PlainAttention.apply(q, k, v, bias, None, mask, causal, scale, 0.0, 0.0, None)[0]
 
 
 def _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
@@ -224,7 +238,7 @@ def attend(q, k, v, *, mask=None, bias=None, sinks=None, causal=False, scale=Non
             return _ops.EagerAttention.apply(q, k, v, bias, sinks, mask, causal, scale, softcap, dropout, seed)
         if all(type(x) in _PLAIN for x in tensors) and not _num_dispatch_modes():
             if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-                return _ops.EagerAttention.apply(q, k, v, bias, sinks, mask, causal, scale, softcap, dropout, seed)
+                return _ops.PlainAttention.apply(q, k, v, bias, sinks, mask, causal, scale, softcap, dropout, seed)
             seed = 0 if seed is None else int(seed)
             return _ops.forward(q, k, v, mask, bias, sinks, causal, scale, softcap, dropout, seed)
     if mask is not None and not isinstance(mask, torch.Tensor):
