@@ -106,14 +106,20 @@ class LessonText(nn.Module):
         return attention, self.fc_o(output.view(batch, n_q, -1))
 
 
-def lesson_case(kind):
+def lesson_case(kind, as_module):
+    """qkv.MHA / MQA on torch tensors, or the trainable modules of qkv.torch, whose packed weights are compared
+    with the parameters at every call.
+    """
+
     def make():
         torch.manual_seed(0)
         module = {"mha": qkv.torch.MHA, "mqa": qkv.torch.MQA}[kind](8, 128, 64, 16, 16, 8).eval()
         text = LessonText(module)
         q, k, v = torch.randn(10, 2, 128), torch.randn(10, 4, 128), torch.randn(10, 4, 64)
         mask = torch.triu(torch.full((2, 4), float("-inf")), 1).expand(10, 2, 4).contiguous()
-        return [lambda f=f: f(q, k, v, mask) for f in (text, module)]
+        layer = {"mha": qkv.MHA, "mqa": qkv.MQA}[kind](8, 128, 64, 16, 16, 8)
+        layer.load_state_dict(module.state_dict())
+        return [lambda f=f: f(q, k, v, mask) for f in (text, module if as_module else layer)]
 
     return make
 
@@ -143,8 +149,10 @@ CASES = [
     ),
     ("decode gqa 32/8 n_kv 4096", sdpa_case((1, 32, 8, 1, 4096, 128), enable_gqa=True), 4.0),
     ("training causal n 512", training_case((1, 8, 8, 512, 512, 64), is_causal=True), 2.0),
-    ("lesson MHA module", lesson_case("mha"), 4.0),
-    ("lesson MQA module", lesson_case("mqa"), 6.0),
+    ("lesson, qkv.MHA", lesson_case("mha", False), 4.0),
+    ("lesson, qkv.MQA", lesson_case("mqa", False), 6.0),
+    ("lesson, qkv.torch.MHA", lesson_case("mha", True), 2.5),
+    ("lesson, qkv.torch.MQA", lesson_case("mqa", True), 3.5),
 ]
 
 
