@@ -94,6 +94,23 @@ struct BugRun {
     })) << text;
   }
 
+  void expect_gradients(const Results& r) const {
+    const Json& expect = json.at("expect");
+    const TestTensor dout = array_of(json.at("dout")).tensor(dtype);
+    const auto like = [&](const TestTensor& t) {
+      return TestTensor(dtype, {t.view().shape, t.view().shape + 4});
+    };
+    const TestTensor dq = like(q), dk = like(k), dv = like(v);
+    attention_backward({.q = q, .k = k, .v = v, .out = r.out, .lse = r.lse, .dout = dout},
+                       {.dq = dq.view(), .dk = dk.view(), .dv = dv.view()}, options);
+    for (const auto& [name, gradient] : {std::pair("dq", &dq), {"dk", &dk}, {"dv", &dv}})
+      if (expect.contains(name))
+        expect_close(name, gradient->values(), array_of(expect.at(name)).values);
+    if (expect.contains("dq_finite")) {
+      for (double x : dq.values()) EXPECT_TRUE(std::isfinite(x)) << text;
+    }
+  }
+
   void expect() const {
     const Json& expect = json.at("expect");
     if (expect.contains("error")) {
@@ -126,6 +143,7 @@ struct BugRun {
     if (expect.contains("finite")) {
       for (double x : r.out.values()) EXPECT_TRUE(std::isfinite(x)) << text;
     }
+    if (json.contains("dout")) expect_gradients(r);
     if (json.contains("same_bits_without_mask")) {
       AttentionOptions without = options;
       without.mask = {};

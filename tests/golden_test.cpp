@@ -136,6 +136,37 @@ int expect_attention(const GoldenCases& golden, DType dtype, bool only_exact_in_
   return compared;
 }
 
+int expect_gradients(const GoldenCases& golden, DType dtype) {
+  int compared = 0;
+  for (const Json& c : golden.cases()) {
+    const Inputs in(golden, c, dtype);
+    if (!in.dout) continue;
+    const auto& q = in.q.view().shape;
+    TestTensor out(dtype, {q[0], q[1], q[2], in.v.view().shape[3]}), lse(dtype, {q[0], q[1], q[2]});
+    attention(in.q, in.k, in.v, {.out = out.view(), .lse = lse.view()}, in.options);
+    const auto like = [&](const TestTensor& t) {
+      return t ? TestTensor(dtype, {t.view().shape, t.view().shape + t.view().rank}) : TestTensor();
+    };
+    const TestTensor dq = like(in.q), dk = like(in.k), dv = like(in.v), dbias = like(in.bias),
+                     dsinks = like(in.sinks);
+    attention_backward({.q = in.q, .k = in.k, .v = in.v, .out = out, .lse = lse, .dout = in.dout},
+                       {.dq = dq.view(),
+                        .dk = dk.view(),
+                        .dv = dv.view(),
+                        .dbias = dbias.view(),
+                        .dsinks = dsinks.view()},
+                       in.options);
+    compared += compare(golden, c,
+                        {{"dq", dq.values()},
+                         {"dk", dk.values()},
+                         {"dv", dv.values()},
+                         {"dbias", dbias.values()},
+                         {"dsinks", dsinks.values()}},
+                        dtype, 0);
+  }
+  return compared;
+}
+
 TEST(Golden, AttentionF32) {
   QKV_REQUIRE_SHARED_DATA(folder);
   EXPECT_EQ(expect_attention(GoldenCases(folder), DType::f32, false), 423 + 414 + 406);
@@ -144,6 +175,16 @@ TEST(Golden, AttentionF32) {
 TEST(Golden, AttentionF64) {
   QKV_REQUIRE_SHARED_DATA(folder);
   EXPECT_EQ(expect_attention(GoldenCases(folder), DType::f64, false), 423 + 415 + 406);
+}
+
+TEST(Golden, GradientsF32) {
+  QKV_REQUIRE_SHARED_DATA(folder);
+  EXPECT_EQ(expect_gradients(GoldenCases(folder), DType::f32), 3 * 393 + 54 + 23);
+}
+
+TEST(Golden, GradientsF64) {
+  QKV_REQUIRE_SHARED_DATA(folder);
+  EXPECT_EQ(expect_gradients(GoldenCases(folder), DType::f64), 3 * 393 + 54 + 23);
 }
 
 TEST(Golden, AttentionF16) {

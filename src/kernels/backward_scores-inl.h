@@ -41,8 +41,9 @@ HWY_NOINLINE void WeightRows(T* HWY_RESTRICT s, const T* HWY_RESTRICT lse, int n
   for (; x < n; x++) row(s + x * kPanel<T>);
 }
 
-// ds = p * (init + V dout^T) for n keys (a multiple of kRows).
-template <class T, int kVectors, int kRows>
+// ds = p * (init + V dout^T) for n keys (a multiple of kRows). kHides: some p are 0 because the key is
+// hidden; then ds is 0 whatever the product is, which may be NaN or overflow.
+template <class T, int kVectors, bool kHides, int kRows>
 HWY_NOINLINE void DpRows(const T* HWY_RESTRICT v, size_t v_stride, size_t head_dim,
                          const T* HWY_RESTRICT dout_t, const T* HWY_RESTRICT init,
                          const T* HWY_RESTRICT p, T* HWY_RESTRICT ds, size_t n) {
@@ -55,20 +56,24 @@ HWY_NOINLINE void DpRows(const T* HWY_RESTRICT v, size_t v_stride, size_t head_d
         [&](auto, auto u) HWY_ATTR { return hn::Load(d, init + u * kLanes<T>); },
         [&](auto i, auto u, Vec<T> sum) HWY_ATTR {
           const auto at = i * kPanel<T> + u * kLanes<T>;
-          hn::Store(hn::Mul(sum, hn::Load(d, weight + at)), d, to + at);
+          const Vec<T> w = hn::Load(d, weight + at);
+          const Vec<T> product = hn::Mul(sum, w);
+          hn::Store(kHides ? hn::IfThenZeroElse(hn::Eq(w, hn::Zero(d)), product) : product, d,
+                    to + at);
         });
   }
 }
 
-template <class T, int kVectors>
+template <class T, int kVectors, bool kHides>
 HWY_INLINE void Dp(const T* v, int64_t v_stride, int64_t head_dim, const T* dout_t, const T* init,
                    const T* p, T* ds, int n) {
   const size_t ld = static_cast<size_t>(v_stride), dim = static_cast<size_t>(head_dim);
   const size_t whole = static_cast<size_t>(n) / kTileRows * kTileRows;
-  if (whole) DpRows<T, kVectors, kTileRows>(v, ld, dim, dout_t, init, p, ds, whole);
+  if (whole) DpRows<T, kVectors, kHides, kTileRows>(v, ld, dim, dout_t, init, p, ds, whole);
   ForRows<kTileRows / 2>(static_cast<size_t>(n) - whole, [&](size_t x, auto rows) HWY_ATTR {
     const size_t at = (whole + x) * kPanel<T>;
-    DpRows<T, kVectors, rows>(v + (whole + x) * ld, ld, dim, dout_t, init, p + at, ds + at, rows);
+    DpRows<T, kVectors, true, rows>(v + (whole + x) * ld, ld, dim, dout_t, init, p + at, ds + at,
+                                    rows);
   });
 }
 
@@ -88,15 +93,16 @@ HWY_NOINLINE void CopySpan(const Span& span, const T* HWY_RESTRICT from, T* HWY_
   });
 }
 
-// ds += factor[lane] * p, the part of the score's gradient that dropout leaves alone.
+// ds += factor[lane] * p, the part of the score's gradient that dropout leaves alone; 0 where p is.
 template <class T>
 HWY_NOINLINE void AddWeighted(const Span& span, const T* HWY_RESTRICT p,
                               const T* HWY_RESTRICT factor, T* HWY_RESTRICT ds) {
   const Tag<T> d;
   ForSpan<T>(span, [&](int x, int w) HWY_ATTR {
     const int at = x * kPanel<T> + w;
-    hn::Store(hn::MulAdd(hn::Load(d, p + at), hn::Load(d, factor + w), hn::Load(d, ds + at)), d,
-              ds + at);
+    const Vec<T> weight = hn::Load(d, p + at);
+    const Vec<T> sum = hn::MulAdd(weight, hn::Load(d, factor + w), hn::Load(d, ds + at));
+    hn::Store(hn::IfThenZeroElse(hn::Eq(weight, hn::Zero(d)), sum), d, ds + at);
   });
 }
 
@@ -106,17 +112,6 @@ HWY_NOINLINE void MultiplySpan(const Span& span, const T* HWY_RESTRICT by, T* HW
   ForSpan<T>(span, [&](int x, int w) HWY_ATTR {
     const int at = x * kPanel<T> + w;
     hn::Store(hn::Mul(hn::Load(d, by + at), hn::Load(d, ds + at)), d, ds + at);
-  });
-}
-
-// Hidden keys have no gradient, whatever their rows hold.
-template <class T>
-HWY_NOINLINE void ClearHidden(const Span& span, const T* HWY_RESTRICT seen, T* HWY_RESTRICT ds) {
-  const Tag<T> d;
-  ForSpan<T>(span, [&](int x, int w) HWY_ATTR {
-    const int at = x * kPanel<T> + w;
-    const auto hidden = hn::Eq(hn::Load(d, seen + at), hn::Zero(d));
-    hn::Store(hn::IfThenZeroElse(hidden, hn::Load(d, ds + at)), d, ds + at);
   });
 }
 
@@ -159,23 +154,26 @@ HWY_NOINLINE void AddBias(const BackwardTask& task, const BackwardWork<T>& work,
   }
 }
 
-// What is known of the rows of K and V of a block.
+// Some lane must not see some key of the spans.
+HWY_INLINE bool Hides(const AttentionTask& task, const SpanList& spans) {
+  bool hides = spans.dense || task.q_ids;
+  for (int i = 0; i < spans.n; i++) hides |= spans.span[i].masked;
+  return hides;
+}
+
+// What is known of the key rows of a block.
 enum class Finite : uint8_t { unknown, yes, no };
 
-// True if a product with a hidden key could meet a NaN or Inf; work.seen then says which lanes see
+// True if 0 of a hidden key could meet a NaN or Inf in a product; work.seen then says which lanes see
 // what.
 template <class T>
 HWY_INLINE bool FindUnsafe(const AttentionTask& task, const PanelWork<T>& work,
                            const GradPanel<T>& grad, const KeyBlock<T>& block,
                            const SpanList& spans, Finite* finite) {
-  bool hides = spans.dense || task.q_ids;
-  for (int i = 0; i < spans.n; i++) hides |= spans.span[i].masked;
-  if (!hides) return false;
   if (*finite == Finite::unknown) {
     bool all = true;
     ForPieces(block, 0, kBlock, [&](const KeyPiece<T>& piece, int, int n) HWY_ATTR {
-      all = all && FiniteRows(piece.k, piece.k_stride, task.head_dim_qk, n) &&
-            FiniteRows(piece.v, piece.v_stride, task.head_dim_v, n);
+      all = all && FiniteRows(piece.k, piece.k_stride, task.head_dim_qk, n);
     });
     *finite = all ? Finite::yes : Finite::no;
   }
@@ -210,7 +208,8 @@ HWY_INLINE bool BlockGradients(const BackwardTask& task, const BackwardWork<T>& 
   PanelWork<T> base = work.base;
   base.s = grad.p;
   BlockScores(a, base, panel, block, *spans, fetch);
-  const bool unsafe = FindUnsafe(a, base, grad, block, *spans, finite);
+  const bool hides = Hides(a, *spans);
+  const bool unsafe = hides && FindUnsafe(a, base, grad, block, *spans, finite);
   JoinSpans(spans);
   for (int i = 0; i < spans->n; i++) {
     const Span& span = spans->span[i];
@@ -230,12 +229,18 @@ HWY_INLINE bool BlockGradients(const BackwardTask& task, const BackwardWork<T>& 
                 const T* v = piece.v + (begin - piece.begin) * piece.v_stride;
                 const int at = begin * kPanel<T> + w;
                 WithVectors(span.nv, [&](auto vectors) HWY_ATTR {
-                  Dp<T, vectors>(v, piece.v_stride, a.head_dim_v, grad.dout_t + w, init,
-                                 grad.p + at, grad.ds + at, n);
+                  const auto run = [&](auto h) HWY_ATTR {
+                    Dp<T, vectors, h>(v, piece.v_stride, a.head_dim_v, grad.dout_t + w, init,
+                                      grad.p + at, grad.ds + at, n);
+                  };
+                  if (hides) {
+                    run(std::true_type());
+                  } else {
+                    run(std::false_type());
+                  }
                 });
               });
     if (a.dropout > 0) AddWeighted(span, work.undropped, grad.dlogsum, grad.ds);
-    if (HWY_UNLIKELY(unsafe)) ClearHidden(span, base.seen, grad.ds);
     if (task.dbias) AddBias(task, work, panel, block.begin, span, grad.ds);
     if (task.dslope) SumDistances(span, base.position, grad.ds, grad.dslope);
     if (a.softcap > 0) MultiplySpan(span, work.capped_slope, grad.ds);
