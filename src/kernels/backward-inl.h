@@ -19,6 +19,7 @@
 #define QKV_KERNELS_BACKWARD_INL_H_
 #endif
 
+#include "kernels/backward_pairs-inl.h"
 #include "kernels/backward_panel-inl.h"
 #include "kernels/backward_scores-inl.h"
 
@@ -62,10 +63,11 @@ HWY_NOINLINE void OuterRows(const Outer<T>& o, size_t n_panels, size_t steps, si
 
 template <class T, int kVectors>
 HWY_INLINE void OuterColumns(Outer<T> o, size_t n_panels, size_t steps, size_t n) {
-  const size_t whole = n / kTileRows * kTileRows;
-  if (whole) OuterRows<T, kVectors, kTileRows>(o, n_panels, steps, whole);
+  constexpr int kRows = kVectors > kTileVectors ? kTileRows / 2 : kTileRows;
+  const size_t whole = n / kRows * kRows;
+  if (whole) OuterRows<T, kVectors, kRows>(o, n_panels, steps, whole);
   o.from += whole * kPanel<T>, o.to += whole * o.stride;
-  ForRows<kTileRows / 2>(n - whole, [&](size_t x, auto rows) HWY_ATTR {
+  ForRows<kRows / 2>(n - whole, [&](size_t x, auto rows) HWY_ATTR {
     Outer<T> tail = o;
     tail.from += x * kPanel<T>, tail.to += x * o.stride;
     OuterRows<T, kVectors, rows>(tail, n_panels, steps, rows);
@@ -75,6 +77,12 @@ HWY_INLINE void OuterColumns(Outer<T> o, size_t n_panels, size_t steps, size_t n
 template <class T>
 HWY_INLINE void OuterProduct(Outer<T> o, size_t n_panels, size_t steps, size_t n) {
   size_t vectors = o.stride / kLanes<T>;
+#if HWY_TARGET <= HWY_AVX3
+  for (; vectors >= 2 * kTileVectors; vectors -= 2 * kTileVectors) {
+    OuterColumns<T, 2 * kTileVectors>(o, n_panels, steps, n);
+    o.rows += 2 * kPanel<T>, o.to += 2 * kPanel<T>;
+  }
+#endif
   for (; vectors >= kTileVectors; vectors -= kTileVectors) {
     OuterColumns<T, kTileVectors>(o, n_panels, steps, n);
     o.rows += kPanel<T>, o.to += kPanel<T>;
@@ -157,8 +165,7 @@ HWY_INLINE void BackwardBlock(const BackwardTask& task, const BackwardWork<T>& w
   const AttentionTask& a = task.attention;
   SpanList spans[kMaxPanels];
   Finite finite = Finite::unknown;
-  bool plain =
-      true;  // all panels are full and need the same keys, all of them: dk and dv in one go
+  bool plain = true;  // all panels are full and need the same keys: dk and dv in one go
   for (int p = 0; p < num_panels; p++) {
     const int from = Within(panels[p].begin - block.begin),
               to = Within(panels[p].end - block.begin);
@@ -170,7 +177,12 @@ HWY_INLINE void BackwardBlock(const BackwardTask& task, const BackwardWork<T>& w
              spans[p].span[0].end == spans[0].span[0].end;
   }
   bool fetch = true;
-  for (int p = 0; p < num_panels; p++) {
+  int p = 0;
+  if (plain && TakesPairs(task, block, spans[0].span[0])) {
+    for (; p + 2 <= num_panels; p += 2, fetch = false)
+      PairGradients(task, panels + p, work.grads + p, block, spans[0].span[0], fetch);
+  }
+  for (; p < num_panels; p++) {
     if (spans[p].n == 0) continue;
     const GradPanel<T>& grad = work.grads[p];
     const bool unsafe =
@@ -222,21 +234,25 @@ void Backward(const BackwardTask& task) {
 template <class T>
 void SumParts(const SumTask& task) {
   const Tag<T> d;
-  constexpr int kChunk = 64;
-  HWY_ALIGN T sum[kChunk];
+  constexpr int64_t kChunk = 64;
+  HWY_ALIGN T chunk[kChunk];
   const Vec<T> factor = hn::Set(d, static_cast<T>(task.factor));
+  const int64_t direct =
+      task.out_dtype == kArithmetic<T> ? task.dim / kLanes<T> * kLanes<T> : int64_t{0};
   for (int64_t row = 0; row < task.n_rows; row++) {
-    for (int64_t x = 0; x < task.dim; x += kChunk) {
-      const T* from = static_cast<const T*>(task.parts) + row * task.row_stride + x;
-      const int64_t n = HWY_MIN(task.dim - x, static_cast<int64_t>(kChunk));
-      for (int64_t c = 0; c < n; c += kLanes<T>) {  // rows are padded
-        Vec<T> total = hn::Load(d, from + c);
-        for (int64_t p = 1; p < task.n_parts; p++)
-          total = hn::Add(total, hn::Load(d, from + p * task.part_stride + c));
-        hn::Store(hn::Mul(total, factor), d, sum + c);
-      }
-      StoreRow(sum, task.out_dtype, n,
-               Advance(task.out, task.out_dtype, row * task.out_row_stride + x));
+    const T* from = static_cast<const T*>(task.parts) + row * task.row_stride;
+    const auto sum = [&](int64_t x) HWY_ATTR {
+      Vec<T> total = hn::Load(d, from + x);
+      for (int64_t p = 1; p < task.n_parts; p++)
+        total = hn::Add(total, hn::Load(d, from + p * task.part_stride + x));
+      return hn::Mul(total, factor);
+    };
+    void* to = Advance(task.out, task.out_dtype, row * task.out_row_stride);
+    for (int64_t x = 0; x < direct; x += kLanes<T>) hn::StoreU(sum(x), d, static_cast<T*>(to) + x);
+    for (int64_t x = direct; x < task.dim; x += kChunk) {
+      const int64_t n = HWY_MIN(task.dim - x, kChunk);
+      for (int64_t c = 0; c < n; c += kLanes<T>) hn::Store(sum(x + c), d, chunk + c);  // padded
+      StoreRow(chunk, task.out_dtype, n, Advance(to, task.out_dtype, x));
     }
   }
 }

@@ -77,21 +77,6 @@ int64_t BackwardScratchBytes(int64_t head_dim_qk, int64_t head_dim_v) {
   return total;
 }
 
-// sum_x a[x] * b[x] over n elements, a multiple of the lanes. An a of exactly 0 takes no part: the
-// out of a row that sees nothing is 0, and a NaN in its dout stays there.
-template <class T>
-HWY_INLINE T DotWhereNotZero(const T* HWY_RESTRICT a, const T* HWY_RESTRICT b, int64_t n) {
-  const Tag<T> d;
-  Vec<T> sum = hn::Zero(d);
-  for (int64_t x = 0; x < n; x += kLanes<T>) {
-    const Vec<T> factor = hn::Load(d, a + x);
-    const Vec<T> product =
-        hn::IfThenZeroElse(hn::Eq(factor, hn::Zero(d)), hn::Mul(factor, hn::Load(d, b + x)));
-    sum = hn::Add(sum, product);
-  }
-  return hn::GetLane(hn::SumOfLanes(d, sum));
-}
-
 // False if n rows hold a NaN or Inf: x * 0 is not 0 for those.
 template <class T>
 HWY_NOINLINE bool FiniteRows(const T* rows, int64_t stride, int64_t dim, int n) {
@@ -110,23 +95,70 @@ HWY_NOINLINE bool FiniteRows(const T* rows, int64_t stride, int64_t dim, int n) 
   return hn::AllTrue(d, hn::Eq(hn::Add(sum0, sum1), zero)) && tail == 0;
 }
 
-// A row of any type into a padded row of the arithmetic type.
+// A row as whole vectors in the arithmetic type: in place, or converted and padded with zeros in
+// `own`.
 template <class T>
-HWY_INLINE void LoadPadded(const void* from, DType dtype, int64_t offset, int64_t dim,
-                           T* HWY_RESTRICT to) {
-  LoadRow(Advance(from, dtype, offset), dtype, dim, T{1}, to);
-  for (int64_t x = dim; x < RowElements<T>(dim); x++) to[x] = T{0};
+HWY_INLINE const T* WholeRow(const void* from, DType dtype, int64_t offset, int64_t dim, T* own) {
+  const void* row = Advance(from, dtype, offset);
+  if (dtype == kArithmetic<T> && dim % kLanes<T> == 0) return static_cast<const T*>(row);
+  LoadRow(row, dtype, dim, T{1}, own);
+  for (int64_t x = dim; x < RowElements<T>(dim); x++) own[x] = T{0};
+  return own;
+}
+
+// to = from for n elements, whole vectors; finite += 0 * from.
+template <class T>
+HWY_INLINE void CopyRow(const T* from, int64_t n, T* to, Vec<T>& finite) {
+  const Tag<T> d;
+  for (int64_t x = 0; x < n; x += kLanes<T>) {
+    const Vec<T> v = hn::LoadU(d, from + x);
+    hn::Store(v, d, to + x);
+    finite = hn::MulAdd(v, hn::Zero(d), finite);
+  }
+}
+
+// The same, and sum_x out[x] * from[x]. An out of exactly 0 takes no part: it is that of a row that
+// sees nothing, and a NaN in its dout stays there.
+template <class T>
+HWY_INLINE T CopyRowDot(const T* from, const T* out, int64_t n, T* to, Vec<T>& finite) {
+  const Tag<T> d;
+  Vec<T> sum = hn::Zero(d);
+  for (int64_t x = 0; x < n; x += kLanes<T>) {
+    const Vec<T> v = hn::LoadU(d, from + x), o = hn::LoadU(d, out + x);
+    hn::Store(v, d, to + x);
+    finite = hn::MulAdd(v, hn::Zero(d), finite);
+    sum = hn::Add(sum, hn::IfThenZeroElse(hn::Eq(o, hn::Zero(d)), hn::Mul(o, v)));
+  }
+  return hn::GetLane(hn::SumOfLanes(d, sum));
+}
+
+// Asks for what PackGradients reads of a lane.
+template <class T>
+HWY_INLINE void PrefetchGradients(const BackwardTask& task, const Panel<T>& panel, int lane) {
+  const AttentionTask& a = task.attention;
+  if (a.q_dtype != kArithmetic<T> || lane >= panel.n_rows) return;
+  const int64_t token = panel.token[lane], head = panel.head[lane];
+  PrefetchRow(static_cast<const T*>(a.q) + token * a.q_token_stride + head * a.q_head_stride,
+              a.head_dim_qk);
+  PrefetchRow(static_cast<const T*>(task.dout) + token * task.dout_token_stride +
+                  head * task.dout_head_stride,
+              a.head_dim_v);
+  PrefetchRow(
+      static_cast<const T*>(task.out) + token * task.out_token_stride + head * task.out_head_stride,
+      a.head_dim_v);
 }
 
 // Rows of q and dout, their transposes, lse and dlogsum of a panel. A row that sees nothing is all
 // zeros, whatever it holds.
 template <class T>
 HWY_INLINE void PackGradients(const BackwardTask& task, const BackwardWork<T>& work,
-                              Panel<T>* panel, GradPanel<T>* grad) {
+                              const Panel<T>* next, Panel<T>* panel, GradPanel<T>* grad) {
   const Tag<T> d;
   const AttentionTask& a = task.attention;
   const int64_t dim_qk = RowElements<T>(a.head_dim_qk), dim_v = RowElements<T>(a.head_dim_v);
+  Vec<T> finite = hn::Zero(d);
   for (int w = 0; w < kPanel<T>; w++) {
+    if (next) PrefetchGradients(task, *next, w);
     grad->lse[w] = T{0}, grad->dlogsum[w] = T{0}, grad->dslope[w] = T{0};
     T* q = grad->q + w * dim_qk;
     T* dout = grad->dout + w * dim_v;
@@ -147,13 +179,17 @@ HWY_INLINE void PackGradients(const BackwardTask& task, const BackwardWork<T>& w
       grad->dlogsum[w] = dlse;
       continue;
     }
-    LoadPadded(a.q, a.q_dtype, token * a.q_token_stride + head * a.q_head_stride, a.head_dim_qk, q);
-    LoadPadded(task.dout, a.q_dtype, token * task.dout_token_stride + head * task.dout_head_stride,
-               a.head_dim_v, dout);
-    LoadPadded(task.out, a.q_dtype, token * task.out_token_stride + head * task.out_head_stride,
-               a.head_dim_v, work.row);
+    CopyRow(WholeRow(a.q, a.q_dtype, token * a.q_token_stride + head * a.q_head_stride,
+                     a.head_dim_qk, q),
+            dim_qk, q, finite);
+    const T* from =
+        WholeRow(task.dout, a.q_dtype,
+                 token * task.dout_token_stride + head * task.dout_head_stride, a.head_dim_v, dout);
+    const T* out =
+        WholeRow(task.out, a.q_dtype, token * task.out_token_stride + head * task.out_head_stride,
+                 a.head_dim_v, work.row);
+    grad->dlogsum[w] = dlse - CopyRowDot(from, out, dim_v, dout, finite);
     grad->lse[w] = static_cast<T>(static_cast<double>(lse) * kLog2E);
-    grad->dlogsum[w] = dlse - DotWhereNotZero(work.row, dout, dim_v);
   }
   const T factor = static_cast<T>(a.scale * (a.softcap > 0 ? 1.0 / a.softcap : kLog2E));
   for (int w = 0; w < kPanel<T>; w += kLanes<T>) {
@@ -167,7 +203,7 @@ HWY_INLINE void PackGradients(const BackwardTask& task, const BackwardWork<T>& w
   }
   for (int64_t x = 0; x < dim_qk * kPanel<T>; x += kLanes<T>)
     hn::Store(hn::Zero(d), d, grad->dq_t + x);
-  grad->finite = AllFinite(grad->q, kPanel<T> * dim_qk) && AllFinite(grad->dout, kPanel<T> * dim_v);
+  grad->finite = hn::AllTrue(d, hn::Eq(finite, hn::Zero(d)));
 }
 
 // Carves the scratch and prepares the panels; returns their number.
@@ -184,12 +220,13 @@ HWY_INLINE int StartGradients(const BackwardTask& task, BackwardWork<T>* work, P
   for (int w = 0; w < kPanel<T>; w++) work->zeros[w] = T{0}, work->ones[w] = T{1};
   int n = 0;
   for (int64_t row = 0; row < a.n_rows; row += kPanel<T>, n++) {
-    Panel<T>* panel = &panels[n];
-    panel->first_row = a.row_begin + row;
-    panel->n_rows = static_cast<int>(HWY_MIN(a.n_rows - row, static_cast<int64_t>(kPanel<T>)));
-    FindLanes(a, panel);
-    FindKeys(a, panel);
-    PackGradients(task, *work, panel, &work->grads[n]);
+    panels[n].first_row = a.row_begin + row;
+    panels[n].n_rows = static_cast<int>(HWY_MIN(a.n_rows - row, static_cast<int64_t>(kPanel<T>)));
+    FindLanes(a, &panels[n]);
+  }
+  for (int p = 0; p < n; p++) {
+    FindKeys(a, &panels[p]);
+    PackGradients(task, *work, p + 1 < n ? &panels[p + 1] : nullptr, &panels[p], &work->grads[p]);
   }
   return n;
 }
