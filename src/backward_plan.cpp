@@ -11,10 +11,10 @@
 namespace qkv {
 namespace {
 
-// Tasks that one batch entry is cut into where it has few KV heads: two per thread of 16 cores.
-constexpr int64_t kWantedTasks = 32;
-// A part reads and writes dk and dv of all keys once more; at 512 rows that is below 1 % of its
-// products (Zen 5, head_dim 64).
+// Tasks that one batch entry is cut into where it has few KV heads.
+constexpr int64_t kWantedTasks = 16;
+// A part clears, writes and reads dk and dv of all keys once more: 2 % of 512 rows' products (Zen 5,
+// head_dim 64).
 constexpr int64_t kMinPartRows = 512;
 // Parts hold dk and dv of all keys each. Four of them are 8 times the memory of one dq for MHA
 // (32 MB for 16,384 tokens of head_dim 64); a group of heads shares them.

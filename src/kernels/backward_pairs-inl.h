@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: kernel (compiled once per Highway target). The products with the queries in the lanes for two
-// panels at once: half the rows and twice the vectors of the tile take 8 loads for 16 multiply-adds
-// instead of 10, and K and V are read half as often.
+// Tier: kernel (compiled once per Highway target). p and ds of two panels at once: half the rows and
+// twice the vectors of the tile take 8 loads for 16 multiply-adds instead of 10, and K and V are read
+// half as often.
 #if defined(QKV_KERNELS_BACKWARD_PAIRS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef QKV_KERNELS_BACKWARD_PAIRS_INL_H_
 #undef QKV_KERNELS_BACKWARD_PAIRS_INL_H_
@@ -90,21 +90,6 @@ HWY_NOINLINE void PairDp(const T* HWY_RESTRICT v, size_t v_stride, size_t head_d
   }
 }
 
-// dq^T += K^T ds^T for `columns`, a multiple of kPairRows, of head_dim_qk.
-template <class T>
-HWY_NOINLINE void PairDq(const T* HWY_RESTRICT k, size_t k_stride, size_t columns,
-                         const T* HWY_RESTRICT ds, T* HWY_RESTRICT dq_t, size_t pair, size_t n) {
-  const Tag<T> d;
-  for (size_t x = 0; x < columns; x += kPairRows) {
-    T* HWY_RESTRICT to = dq_t + x * kPanel<T>;
-    PairTile<T, false>(
-        k + x, k_stride, ds, pair, n,
-        [&](auto i, auto j) HWY_ATTR { return hn::Load(d, to + PairAt<T>(i, j, pair)); },
-        [&](auto i, auto j, Vec<T> sum)
-            HWY_ATTR { hn::Store(sum, d, to + PairAt<T>(i, j, pair)); });
-  }
-}
-
 // True if these spans, of all panels of a task, and the steps of the task allow pairs: whole panels
 // that see the same keys, nothing between the products but exp.
 template <class T>
@@ -142,14 +127,9 @@ HWY_INLINE void PairGradients(const BackwardTask& task, const Panel<T>* panels,
   WeightRows<T, kTileVectors>(p + pair, h.lse, static_cast<int>(n));
   PairDp(v, static_cast<size_t>(piece.v_stride), static_cast<size_t>(a.head_dim_v), g.dout_t,
          g.dlogsum, p, ds, pair, n);
-  const size_t whole = dim_qk / kPairRows * kPairRows;
-  PairDq(k, k_stride, whole, ds, g.dq_t, pair, n);
-  ForRows<kPairRows / 2>(dim_qk - whole, [&](size_t x, auto columns) HWY_ATTR {
-    const size_t at = (whole + x) * kPanel<T>;
-    PvColumns<T, kTileVectors, columns>(k + whole + x, k_stride, columns, ds, g.dq_t + at, n);
-    PvColumns<T, kTileVectors, columns>(k + whole + x, k_stride, columns, ds + pair, h.dq_t + at,
-                                        n);
-  });
+  // One panel at a time: ds of two and the rows of K are more than the L1 cache holds.
+  Pv<T, kTileVectors>(k, piece.k_stride, a.head_dim_qk, ds, g.dq_t, static_cast<int>(n));
+  Pv<T, kTileVectors>(k, piece.k_stride, a.head_dim_qk, ds + pair, h.dq_t, static_cast<int>(n));
 }
 
 }  // namespace HWY_NAMESPACE
