@@ -27,9 +27,9 @@ class Reader {
                       "self-attention",
                       path_, names()));
     }
+    if (q == "x") note("q", "x");
     const std::string k = stand_in("k", has_x ? "x" : q);
     const std::string v = stand_in("v", has_x ? "x" : k);
-    if (q == "x") note("q", "x");
     input_.q = features(q, "dim_q", config_.dim_q, "fc_q", config_.num_heads * config_.head_dim_qk);
     input_.k =
         features(k, "dim_k", config_.dim_k, "fc_k", config_.num_kv_heads * config_.head_dim_qk);

@@ -20,8 +20,6 @@ constexpr int64_t kMinPartRows = 512;
 // (32 MB for 16,384 tokens of head_dim 64); a group of heads shares them.
 constexpr int64_t kMaxParts = 4;
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 }  // namespace
 
 BackwardCut backward_cut(const kernels::KernelTable& table, int arithmetic, int64_t num_kv_heads,

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: plan. Products and sums of sizes that must fit 64 bits.
+// Tier: plan. Products, sums and quotients of sizes that must fit 64 bits.
 #pragma once
 #include <fmt/format.h>
 
@@ -25,5 +25,8 @@ inline int64_t plus(int64_t a, int64_t b, const char* what) {
     throw Error(fmt::format("plan: {} does not fit 64 bits", what));
   return sum;
 }
+
+/// a / b rounded up, for any a >= 0.
+inline int64_t divide_up(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 
 }  // namespace qkv

@@ -30,14 +30,15 @@ Cut cut(const kernels::KernelTable& table, int arithmetic, int64_t num_kv_heads,
   Cut cut{};
   cut.is_decode = rows > 0 && rows <= table.decode_rows;
   cut.task_rows = cut.is_decode ? table.decode_rows : table.task_rows[arithmetic];
-  cut.row_blocks = (rows + cut.task_rows - 1) / cut.task_rows;
-  const int64_t tasks = std::max<int64_t>(num_kv_heads * cut.row_blocks, 1);
+  cut.row_blocks = divide_up(rows, cut.task_rows);
+  const int64_t tasks =
+      std::max<int64_t>(times({num_kv_heads, cut.row_blocks}, "the number of tasks"), 1);
   const int64_t most = std::max<int64_t>(n_kv / kMinSplitKeys, 1);
-  cut.kv_splits = std::clamp<int64_t>((kWantedTasks + tasks - 1) / tasks, 1, most);
-  const int64_t blocks = (n_kv + table.tile_kv - 1) / table.tile_kv;
+  cut.kv_splits = std::clamp<int64_t>(divide_up(kWantedTasks, tasks), 1, most);
+  const int64_t blocks = divide_up(n_kv, table.tile_kv);
   cut.split_keys =
-      std::max<int64_t>((blocks + cut.kv_splits - 1) / cut.kv_splits, 1) * table.tile_kv;
-  cut.kv_splits = std::max<int64_t>((n_kv + cut.split_keys - 1) / cut.split_keys, 1);
+      times({std::max<int64_t>(divide_up(blocks, cut.kv_splits), 1), table.tile_kv}, "n_kv");
+  cut.kv_splits = std::max<int64_t>(divide_up(n_kv, cut.split_keys), 1);
   return cut;
 }
 

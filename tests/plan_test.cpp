@@ -49,6 +49,27 @@ TEST(Plan, SizesBeyond64Bits_AreRefused) {
   EXPECT_THROW(plan(p), Error);
 }
 
+// Every size alone at the ends of 64 bits: a plan or an Error, never an overflow (ubsan would stop here).
+TEST(Plan, OneHugeSize_IsPlannedOrRefused) {
+  for (int64_t Problem::*size : {&Problem::batch, &Problem::num_heads, &Problem::n_q,
+                                 &Problem::n_kv, &Problem::head_dim_qk, &Problem::head_dim_v}) {
+    for (const int64_t huge : {INT64_MAX, INT64_MAX / 2 + 1, INT64_MAX / 256, int64_t{1} << 40}) {
+      Problem p;
+      p.*size = huge;
+      try {
+        const Plan r = plan(p);
+        EXPECT_GE(r.flop, 0);
+        EXPECT_GE(r.bytes, huge);
+        EXPECT_GT(r.scratch_bytes, 0);
+        EXPECT_GE(r.kv_splits, 1);
+      } catch (const Error& e) {
+        EXPECT_NE(std::string(e.what()).find("does not fit 64 bits"), std::string::npos)
+            << e.what();
+      }
+    }
+  }
+}
+
 TEST(Plan, ScratchOfALongPrefill_IsSmall) {
   Problem p;
   p.batch = 4096, p.num_heads = 64, p.num_kv_heads = 64, p.n_q = p.n_kv = 131072,
