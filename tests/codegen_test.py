@@ -12,18 +12,17 @@ import sys
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "support"))
 import objdump  # noqa: E402
 
-# Highway target, function, rows, vectors: the tiles of tile-inl.h and linear_rows-inl.h.
+# The tiles of tile-inl.h and linear_rows-inl.h: Highway target, rows, vectors of the tile, and of linear.
+TILES = [("AVX3", 8, 2, 8, 2), ("AVX2", 4, 3, 6, 2)]
+ON_TILES = ("QkRows", "PvColumns", "DpRows", "OuterRows")  # <element type, vectors, rows>
+
 HOT = [
-    ("AVX3", "QkRows<float, 2, 8>", 8, 2),
-    ("AVX3", "PvColumns<float, 2, 8>", 8, 2),
-    ("AVX3", "QkRows<double, 2, 8>", 8, 2),
-    ("AVX3", "PvColumns<double, 2, 8>", 8, 2),
-    ("AVX3", "LinearRows<8, 2>", 8, 2),
-    ("AVX2", "QkRows<float, 3, 4>", 4, 3),
-    ("AVX2", "PvColumns<float, 3, 4>", 4, 3),
-    ("AVX2", "QkRows<double, 3, 4>", 4, 3),
-    ("AVX2", "PvColumns<double, 3, 4>", 4, 3),
-    ("AVX2", "LinearRows<6, 2>", 6, 2),
+    (target, f"{name}<{element}, {vectors}, {rows}>", rows, vectors)
+    for target, rows, vectors, _, _ in TILES
+    for name in ON_TILES
+    for element in ("float", "double")
+] + [
+    (target, f"LinearRows<{rows}, {vectors}>", rows, vectors) for target, _, _, rows, vectors in TILES
 ]
 
 VECTOR = re.compile(r"%[xyz]mm\d")
