@@ -45,7 +45,8 @@ class Schedule {
       : call_(call),
         cut_(cut(*call.kernels, call.arithmetic, call.num_kv_heads, call.n_q * call.group_size,
                  call.n_kv)),
-        num_blocks_(call.batch * call.num_kv_heads * cut_.row_blocks),
+        is_small_(cut_.is_decode && call.arithmetic == 0 && call.n_kv <= call.kernels->small_keys),
+        num_blocks_(is_small_ ? call.batch : call.batch * call.num_kv_heads * cut_.row_blocks),
         maker_(call, (cut_.is_decode ? call.kernels->decode_scratch_bytes
                                      : call.kernels->prefill_scratch_bytes)[call.arithmetic](
                          call.head_dim_qk, call.head_dim_v)) {
@@ -55,8 +56,8 @@ class Schedule {
   int64_t num_items() const { return num_blocks_ * cut_.kv_splits; }
   // An upper bound of the work of one item.
   int64_t item_flop() const {
-    return 2 * cut_.task_rows * std::min(call_.n_kv, cut_.split_keys) *
-           (call_.head_dim_qk + call_.head_dim_v);
+    return 2 * (is_small_ ? call_.num_kv_heads : 1) * std::min(cut_.task_rows, num_rows()) *
+           std::min(call_.n_kv, cut_.split_keys) * (call_.head_dim_qk + call_.head_dim_v);
   }
 
   int64_t parts_bytes() const {
@@ -73,7 +74,7 @@ class Schedule {
 
   // Keys that the last row of an item's block sees: a measure of its length.
   int64_t visible_keys(int64_t item) const {
-    if (!maker_.has_ranges()) return call_.n_kv;
+    if (!items_differ()) return call_.n_kv;
     const TaskPlace place = place_of(item / cut_.kv_splits);
     RowRange range;
     const int64_t last = (place.row_begin + place.n_rows - 1) / call_.group_size;
@@ -81,18 +82,53 @@ class Schedule {
                                    &range);
     return range.hi - range.lo;
   }
-  bool items_differ() const { return maker_.has_ranges(); }
+  bool items_differ() const { return maker_.has_ranges() && !is_small_; }
 
-  void run_item(int64_t item);
+  void run_item(int64_t item) {
+    thread_local TaskMemory memory;
+    if (is_small_) {
+      run_small(item, &memory);
+    } else if (cut_.kv_splits == 1) {
+      run_whole(place_of(item), &memory);
+    } else {
+      run_part(item / cut_.kv_splits, item % cut_.kv_splits, &memory);
+    }
+  }
 
  private:
+  int64_t num_rows() const { return call_.n_q * call_.group_size; }
+
   TaskPlace place_of(int64_t block) const {
-    const int64_t rows = call_.n_q * call_.group_size;
-    const int64_t begin = block % cut_.row_blocks * cut_.task_rows;
-    const int64_t pair = block / cut_.row_blocks;
+    const int64_t pair = cut_.row_blocks == 1 ? block : block / cut_.row_blocks;
+    const int64_t begin = (block - pair * cut_.row_blocks) * cut_.task_rows;
     return {pair / call_.num_kv_heads, pair % call_.num_kv_heads, begin,
-            std::min(cut_.task_rows, rows - begin)};
+            std::min(cut_.task_rows, num_rows() - begin)};
   }
+
+  // A task with its results; the state has room for state_rows rows.
+  AttentionTask make_task(const TaskPlace& place, int64_t state_rows, TaskMemory* memory) const {
+    AttentionTask task = maker_.make(place, memory);
+    const int64_t bytes = call_.arithmetic_bytes();
+    char* state = static_cast<char*>(memory->state.reserve(2 * state_rows * bytes));
+    task.state_m = state, task.state_l = state + state_rows * bytes;
+    const Tensor& out = call_.out;
+    if (out) {
+      task.out_dtype = out.dtype, task.out_token_stride = out.stride[2],
+      task.out_head_stride = out.stride[1];
+      const int64_t offset =
+          place.b * out.stride[0] + place.h_kv * call_.group_size * out.stride[1];
+      task.out = element_pointer(out, offset);
+    }
+    return task;
+  }
+
+  void attend(const AttentionTask& task) const {
+    (cut_.is_decode ? call_.kernels->decode : call_.kernels->prefill)[call_.arithmetic](task);
+  }
+
+  void run_small(int64_t b, TaskMemory* memory) const;
+  void run_whole(const TaskPlace& place, TaskMemory* memory) const;
+  void run_part(int64_t block, int64_t split, TaskMemory* memory);
 
   // Part of a split: n_rows x head_dim_v sums, then m and l.
   char* part(int64_t block, int64_t split) const {
@@ -167,14 +203,18 @@ class Schedule {
   void finish(const TaskPlace& place, AttentionTask* task) const {
     if (call_.lse)
       call_.arithmetic == 0 ? store_lse<float>(place, *task) : store_lse<double>(place, *task);
+    if (!call_.weights) return;
+    use_weights(place, task);
+    (cut_.is_decode ? call_.kernels->decode_weights
+                    : call_.kernels->prefill_weights)[call_.arithmetic](*task);
+  }
+
+  void use_weights(const TaskPlace& place, AttentionTask* task) const {
     const Tensor& w = call_.weights;
-    if (!w) return;
     const int64_t offset = place.b * w.stride[0] + place.h_kv * call_.group_size * w.stride[1];
     task->weights = element_pointer(w, offset);
     task->weights_token_stride = w.stride[2], task->weights_head_stride = w.stride[1];
     task->n_weights = call_.n_kv;
-    (cut_.is_decode ? call_.kernels->decode_weights
-                    : call_.kernels->prefill_weights)[call_.arithmetic](*task);
   }
 
   template <class T>
@@ -196,6 +236,7 @@ class Schedule {
 
   const Call& call_;
   const Cut cut_;
+  const bool is_small_;  // blocks are batch entries, with all their heads
   const int64_t num_blocks_;
   const TaskMaker maker_;
   int64_t part_elements_ = 0;
@@ -203,37 +244,48 @@ class Schedule {
   std::unique_ptr<std::atomic<int32_t>[]> missing_;
 };
 
-void Schedule::run_item(int64_t item) {
-  thread_local TaskMemory memory;
-  const int64_t block = item / cut_.kv_splits, split = item % cut_.kv_splits;
+// All heads of a batch entry.
+void Schedule::run_small(int64_t b, TaskMemory* memory) const {
+  const Call& c = call_;
+  AttentionTask task = make_task({b, 0, 0, num_rows()}, c.num_kv_heads * num_rows(), memory);
+  task.sinks = c.sinks;
+  if (c.weights) use_weights({b, 0, 0, num_rows()}, &task);
+  const kernels::HeadSteps steps{
+      c.num_kv_heads, c.group_size * c.q.stride[1],   c.k.stride[1],
+      c.v.stride[1],  c.group_size * c.out.stride[1], c.group_size * c.weights.stride[1]};
+  if (!c.kernels->decode_small(task, steps)) {
+    for (int64_t h = 0; h < c.num_kv_heads; ++h) run_whole({b, h, 0, num_rows()}, memory);
+    return;
+  }
+  if (!c.lse) return;
+  for (int64_t h = 0; h < c.num_kv_heads; ++h) {
+    store_lse<float>({b, h, 0, num_rows()}, task);
+    task.state_m = static_cast<float*>(task.state_m) + num_rows();
+    task.state_l = static_cast<float*>(task.state_l) + num_rows();
+  }
+}
+
+// A block of rows with all of its keys.
+void Schedule::run_whole(const TaskPlace& place, TaskMemory* memory) const {
+  AttentionTask task = make_task(place, cut_.task_rows, memory);
+  if (call_.sinks) task.sinks = call_.sinks + place.h_kv * call_.group_size;
+  attend(task);
+  finish(place, &task);
+}
+
+// A block of rows with one part of its keys; who finishes last merges.
+void Schedule::run_part(int64_t block, int64_t split, TaskMemory* memory) {
   const TaskPlace place = place_of(block);
-  AttentionTask task = maker_.make(place, &memory);
-  const auto& attend = cut_.is_decode ? call_.kernels->decode : call_.kernels->prefill;
-  const int64_t bytes = call_.arithmetic_bytes();
-  char* state = static_cast<char*>(memory.state.reserve(2 * cut_.task_rows * bytes));
-  task.state_m = state, task.state_l = state + cut_.task_rows * bytes;
-  const Tensor& out = call_.out;
-  if (out) {
-    task.out_dtype = out.dtype, task.out_token_stride = out.stride[2],
-    task.out_head_stride = out.stride[1];
-    const int64_t offset = place.b * out.stride[0] + place.h_kv * call_.group_size * out.stride[1];
-    task.out = element_pointer(out, offset);
-  }
-  if (cut_.kv_splits > 1) {
-    AttentionTask part = task;
-    part.kv_begin = std::min(split * cut_.split_keys, call_.n_kv);
-    part.kv_end = std::min(part.kv_begin + cut_.split_keys, call_.n_kv);
-    if (split > 0) part.sinks = nullptr;
-    use_part(&part, block, split);
-    if (split == 0 && call_.sinks) part.sinks = call_.sinks + place.h_kv * call_.group_size;
-    part.unnormalised = true;
-    attend[call_.arithmetic](part);
-    if (missing_[static_cast<size_t>(block)].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-    call_.arithmetic == 0 ? merge<float>(task, block) : merge<double>(task, block);
-  } else {
-    if (call_.sinks) task.sinks = call_.sinks + place.h_kv * call_.group_size;
-    attend[call_.arithmetic](task);
-  }
+  AttentionTask task = make_task(place, cut_.task_rows, memory);
+  AttentionTask part = task;
+  part.kv_begin = std::min(split * cut_.split_keys, call_.n_kv);
+  part.kv_end = std::min(part.kv_begin + cut_.split_keys, call_.n_kv);
+  use_part(&part, block, split);
+  if (split == 0 && call_.sinks) part.sinks = call_.sinks + place.h_kv * call_.group_size;
+  part.unnormalised = true;
+  attend(part);
+  if (missing_[static_cast<size_t>(block)].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  call_.arithmetic == 0 ? merge<float>(task, block) : merge<double>(task, block);
   finish(place, &task);
 }
 

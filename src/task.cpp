@@ -2,19 +2,43 @@
 // Tier: schedule. See task.h.
 #include "task.h"
 
+#include <atomic>
+
 namespace qkv {
+namespace {
+
+// Tells the makers of a process apart, so that ranges kept by a thread are never another call's.
+uint64_t next_serial() {
+  static std::atomic<uint64_t> last{0};
+  return last.fetch_add(1, std::memory_order_relaxed) + 1;
+}
+
+}  // namespace
 
 TaskMaker::TaskMaker(const Call& call, int64_t kernel_scratch_bytes)
     : call_(call),
       kernel_scratch_bytes_(kernel_scratch_bytes),
       documents_(scattered_documents(call.options->mask)),
-      has_ranges_(!call.options->mask.is_full()) {
+      has_ranges_(!call.options->mask.is_full()),
+      has_dense_(call.options->mask.has_dense() || call.options->bias),
+      serial_(has_ranges_ ? next_serial() : 0),
+      common_{} {
   for_each_dense([&](size_t i, const ConstTensor& d, const DenseTiles* tiles) {
     const bool wanted = !tiles && wants_dense_tiles(d, call_.mask_shape());
     if (!wanted && tiles_.empty()) return;  // small calls allocate nothing
     tiles_.resize(i + 1);
     if (wanted) tiles_[i] = make_dense_tiles(d, *call_.options);
   });
+  const Call& c = call;
+  kernels::AttentionTask& t = common_;
+  t.group_size = c.group_size;
+  t.head_dim_qk = c.head_dim_qk, t.head_dim_v = c.head_dim_v;
+  t.q_dtype = c.q.dtype, t.q_token_stride = c.q.stride[2], t.q_head_stride = c.q.stride[1];
+  t.n_segments = 1;
+  t.k_row_stride = c.k.stride[2], t.v_row_stride = c.v.stride[2], t.kv_dtype = c.k.dtype;
+  t.kv_begin = 0, t.kv_end = c.n_kv;
+  t.scale = c.scale, t.softcap = c.options->softcap;
+  t.dropout = c.options->dropout, t.seed = c.options->seed;
 }
 
 template <class F>
@@ -26,29 +50,25 @@ void TaskMaker::for_each_dense(F f) const {
   if (call_.options->bias) f(i++, call_.options->bias, static_cast<const DenseTiles*>(nullptr));
 }
 
-kernels::AttentionTask TaskMaker::make(const TaskPlace& place, TaskMemory* memory) const {
-  const Call& c = call_;
-  kernels::AttentionTask t{};
-  t.row_begin = place.row_begin, t.n_rows = place.n_rows, t.group_size = c.group_size;
-  t.head_dim_qk = c.head_dim_qk, t.head_dim_v = c.head_dim_v;
-  const int64_t first_head = place.h_kv * c.group_size, entry = c.first_entry + place.b;
-  t.q = element_pointer(c.q, place.b * c.q.stride[0] + first_head * c.q.stride[1]);
-  t.q_dtype = c.q.dtype, t.q_token_stride = c.q.stride[2], t.q_head_stride = c.q.stride[1];
-  memory->segment.k = element_pointer(c.k, place.b * c.k.stride[0] + place.h_kv * c.k.stride[1]);
-  memory->segment.v = element_pointer(c.v, place.b * c.v.stride[0] + place.h_kv * c.v.stride[1]);
-  memory->segment.begin = 0, memory->segment.count = c.n_kv;
-  t.segments = &memory->segment, t.n_segments = 1;
-  t.k_row_stride = c.k.stride[2], t.v_row_stride = c.v.stride[2], t.kv_dtype = c.k.dtype;
-  t.kv_begin = 0, t.kv_end = c.n_kv;
-  t.scale = c.scale, t.softcap = c.options->softcap;
-  if (has_ranges_) {
-    const int64_t first = place.row_begin / c.group_size;
-    const int64_t last = (place.row_begin + place.n_rows - 1) / c.group_size;
-    memory->ranges.resize(static_cast<size_t>(last - first + 1));
-    c.options->mask.row_ranges(c.mask_shape(), entry, first, last - first + 1,
-                               memory->ranges.data());
-    t.ranges = memory->ranges.data();
+// The ranges of a batch entry serve all of its heads.
+void TaskMaker::use_ranges(const TaskPlace& place, TaskMemory* memory,
+                           kernels::AttentionTask* task) const {
+  const int64_t first = place.row_begin / call_.group_size, entry = call_.first_entry + place.b;
+  const int64_t last = (place.row_begin + place.n_rows - 1) / call_.group_size;
+  const auto n = static_cast<size_t>(last - first + 1);
+  if (memory->ranges_maker != serial_ || memory->ranges_b != entry ||
+      memory->ranges_first != first || memory->ranges.size() != n) {
+    memory->ranges.resize(n);
+    call_.options->mask.row_ranges(call_.mask_shape(), entry, first, last - first + 1,
+                                   memory->ranges.data());
+    memory->ranges_maker = serial_, memory->ranges_b = entry, memory->ranges_first = first;
   }
+  task->ranges = memory->ranges.data();
+}
+
+void TaskMaker::use_dense(const TaskPlace& place, TaskMemory* memory,
+                          kernels::AttentionTask* task) const {
+  const int64_t first_head = place.h_kv * call_.group_size, entry = call_.first_entry + place.b;
   memory->dense.clear();
   for_each_dense([&](size_t i, const ConstTensor& d, const DenseTiles* tiles) {
     const ScoreStrides s = score_strides(d);
@@ -70,13 +90,27 @@ kernels::AttentionTask TaskMaker::make(const TaskPlace& place, TaskMemory* memor
     }
     memory->dense.push_back(term);
   });
-  t.dense = memory->dense.data(), t.n_dense = static_cast<int64_t>(memory->dense.size());
+  task->dense = memory->dense.data();
+  task->n_dense = static_cast<int64_t>(memory->dense.size());
+}
+
+kernels::AttentionTask TaskMaker::make(const TaskPlace& place, TaskMemory* memory) const {
+  const Call& c = call_;
+  kernels::AttentionTask t = common_;
+  t.row_begin = place.row_begin, t.n_rows = place.n_rows;
+  const int64_t first_head = place.h_kv * c.group_size, entry = c.first_entry + place.b;
+  t.q = element_pointer(c.q, place.b * c.q.stride[0] + first_head * c.q.stride[1]);
+  memory->segment.k = element_pointer(c.k, place.b * c.k.stride[0] + place.h_kv * c.k.stride[1]);
+  memory->segment.v = element_pointer(c.v, place.b * c.v.stride[0] + place.h_kv * c.v.stride[1]);
+  memory->segment.begin = 0, memory->segment.count = c.n_kv;
+  t.segments = &memory->segment;
+  if (has_ranges_) use_ranges(place, memory, &t);
+  if (has_dense_) use_dense(place, memory, &t);
   if (documents_) t.q_ids = documents_->q(entry), t.kv_ids = documents_->kv(entry);
   if (c.alibi_slopes) {
     t.alibi_slopes = c.alibi_slopes + first_head;
     t.first_position = first_position(c.options->mask, c.mask_shape(), entry);
   }
-  t.dropout = c.options->dropout, t.seed = c.options->seed;
   t.dropout_stream = first_head + c.num_heads * entry;
   t.scratch = memory->kernel.reserve(kernel_scratch_bytes_);
   return t;

@@ -27,6 +27,8 @@ struct TaskPlace {
 struct TaskMemory {
   ScratchBuffer kernel, state;
   std::vector<RowRange> ranges;
+  uint64_t ranges_maker = 0;  // serial number of the maker whose rows `ranges` holds
+  int64_t ranges_b = 0, ranges_first = 0;
   std::vector<kernels::DenseTerm> dense;
   kernels::KvSegment segment;
 };
@@ -43,13 +45,17 @@ class TaskMaker {
   // f(index, array, its prepared table or nullptr) for dense terms of the mask and the bias.
   template <class F>
   void for_each_dense(F f) const;
+  void use_ranges(const TaskPlace& place, TaskMemory* memory, kernels::AttentionTask* task) const;
+  void use_dense(const TaskPlace& place, TaskMemory* memory, kernels::AttentionTask* task) const;
 
   const Call& call_;
   const int64_t kernel_scratch_bytes_;
   const MaskDocuments* const documents_;
-  const bool has_ranges_;
   // One per dense term in the order of make(), if any is wanted; empty entries for the others.
   std::vector<DenseTiles> tiles_;
+  const bool has_ranges_, has_dense_;
+  const uint64_t serial_;          // of this maker, if it has ranges
+  kernels::AttentionTask common_;  // what all tasks share
 };
 
 }  // namespace qkv

@@ -130,10 +130,10 @@ TEST(Backward, EveryOption_EqualsFiniteDifferences) {
          p.options.dropout = 0.25, p.options.seed = 3;
        }},
   };
-  for (const auto& [name, change] : cases)
+  for (const auto& item : cases)
     for (int bias_kind = 0; bias_kind < 5; ++bias_kind) {
       Problem p = make_problem({2, 4, 2, 5, 9, 6, 7}, DType::f64, random);
-      change(p);
+      item.second(p);
       const std::vector<int64_t> bias_shapes[] = {
           {2, 4, 5, 9}, {1, 4, 1, 9}, {5, 9}, {2, 1, 5, 1}, {2, 5, 9}};
       p.bias = TestTensor(DType::f64, bias_shapes[bias_kind]);
@@ -159,7 +159,7 @@ TEST(Backward, EveryOption_EqualsFiniteDifferences) {
               x);
           set_element(input.view(), at, x);
           EXPECT_NEAR(got[next], want, 1e-9 * std::max(1.0, std::abs(want)))
-              << what << " element " << next << ", " << name << ", bias " << bias_kind;
+              << what << " element " << next << ", " << item.first << ", bias " << bias_kind;
           ++next;
         });
       };
@@ -177,7 +177,7 @@ TEST(Backward, EveryOption_EqualsFiniteDifferences) {
             return loss(p, o, dout, dlse);
           },
           scale);
-      EXPECT_NEAR(g.dscale.values()[0], dscale, 1e-9 * std::max(1.0, std::abs(dscale))) << name;
+      EXPECT_NEAR(g.dscale.values()[0], dscale, 1e-9 * std::max(1.0, std::abs(dscale))) << item.first;
       ASSERT_NO_FATAL_FAILURE(expect_stop());
     }
 }

@@ -14,13 +14,15 @@ import objdump  # noqa: E402
 
 # The tiles of tile-inl.h and linear_rows-inl.h: Highway target, rows, vectors of the tile, and of linear.
 TILES = [("AVX3", 8, 2, 8, 2), ("AVX2", 4, 3, 6, 2)]
-ON_TILES = ("QkRows", "PvColumns", "DpRows", "OuterRows")  # <element type, vectors, rows>
+ON_TILES = ("QkRows<{}, {}, {}>", "PvColumns<{}, {}, {}>", "DpRows<{}, {}, false, {}>", "OuterRows<{}, {}, {}>")
 
 HOT = [
-    (target, f"{name}<{element}, {vectors}, {rows}>", rows, vectors)
+    (target, name.format(element, vectors, rows), rows, vectors)
     for target, rows, vectors, _, _ in TILES
     for name in ON_TILES
     for element in ("float", "double")
+] + [
+    ("AVX3", f"{name}<{element}>", 4, 4) for name in ("PairScores", "PairDp") for element in ("float", "double")
 ] + [
     (target, f"LinearRows<{rows}, {vectors}>", rows, vectors) for target, _, _, rows, vectors in TILES
 ]

@@ -3,10 +3,12 @@
 // stored; hidden keys are never needed. Numbers against the reference are attention_test's business.
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <limits>
 #include <random>
+#include <string>
 #include <vector>
 
 #include "kernels/kernels.h"
@@ -22,15 +24,14 @@ using kernels::KvSegment;
 constexpr float kUntouched = -7.0f;
 
 struct Problem {
-  int64_t n_q = 4, n_kv, group = 3, dim_qk = 20, dim_v = 13;
+  int64_t n_q = 4, n_kv = 301, group = 3, dim_qk = 20, dim_v = 13;
   DType kv_dtype = DType::f32;
   std::vector<float> q;
   test::GuardedBuffer k, v;  // rows end at a forbidden page
   std::vector<RowRange> ranges;
   double softcap = 0, dropout = 0;
 
-  explicit Problem(uint32_t seed, DType dtype = DType::f32, int64_t num_keys = 301)
-      : n_kv(num_keys), kv_dtype(dtype) {
+  explicit Problem(uint32_t seed, DType dtype = DType::f32) : kv_dtype(dtype) {
     std::mt19937 random(seed);
     std::normal_distribution<float> normal;
     q.resize(static_cast<size_t>(n_q * group * dim_qk));
@@ -128,33 +129,100 @@ TEST(Decode, KeysInPages_SameBitsAsContiguous) {
   }
 }
 
-// Up to four keys in one piece are a path of their own; in two pieces they are not.
-TEST(Decode, FewKeysInPages_SameBitsAsContiguous) {
-  for (const int64_t n_kv : {2, 3, 4, 5, 16}) {
-    for (const bool is_causal : {false, true}) {
-      for (const int64_t dim : {1, 16, 19}) {
-        Problem p(9, DType::f32, n_kv);
-        p.dim_qk = std::min(p.dim_qk, dim),
-        p.dim_v = std::min(p.dim_v, dim);  // shorter rows of the same data
-        for (int64_t i = 0; i < p.n_q; ++i) {
-          p.ranges[static_cast<size_t>(i)] = {0, is_causal ? std::max<int64_t>(i - 1, 0) : n_kv};
-        }
-        for (int64_t rows = 1; rows <= p.num_rows(); ++rows) {
-          const Result whole = attend(p, 0, rows, p.pages(n_kv));
-          EXPECT_TRUE(attend(p, 0, rows, p.pages(1)) == whole)
-              << "n_kv " << n_kv << ", rows " << rows;
+// Few keys: all KV heads of a batch entry in one call.
+struct SmallProblem {
+  int64_t num_kv_heads, n_q, n_kv, group, dim_qk, dim_v;
+  std::vector<float> q, k, v, mask;
+  std::vector<RowRange> ranges;
+
+  SmallProblem(int64_t heads, int64_t q_rows, int64_t keys, int64_t group_size, int64_t dim,
+               uint32_t seed)
+      : num_kv_heads(heads),
+        n_q(q_rows),
+        n_kv(keys),
+        group(group_size),
+        dim_qk(dim),
+        dim_v(dim + 1) {
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    const auto fill = [&](int64_t n) {
+      std::vector<float> x(static_cast<size_t>(n));
+      for (float& e : x) e = normal(random);
+      return x;
+    };
+    q = fill(heads * group * n_q * dim_qk), k = fill(heads * n_kv * dim_qk);
+    v = fill(heads * n_kv * dim_v), mask = fill(heads * group * n_q * n_kv);
+    for (float& e : mask) e = e > 1 ? -std::numeric_limits<float>::infinity() : e;
+    for (int64_t i = 0; i < n_q; ++i) ranges.push_back({i % 2, std::min(i, n_kv)});
+  }
+
+  // [num_heads][n_q] rows of out, weights, m and l; at once or head by head.
+  Result run(bool at_once, bool has_ranges, bool has_mask) const {
+    const kernels::KernelTable& table = kernels::active();
+    const int64_t rows = n_q * group, num_rows = num_kv_heads * rows;
+    Result r;
+    r.out.assign(static_cast<size_t>(num_rows * dim_v), kUntouched);
+    r.weights.assign(static_cast<size_t>(num_rows * n_kv), kUntouched);
+    r.m.assign(static_cast<size_t>(num_rows), kUntouched), r.l = r.m;
+    ScratchBuffer scratch;
+    AttentionTask common{};
+    common.n_rows = rows, common.group_size = group;
+    common.head_dim_qk = dim_qk, common.head_dim_v = dim_v;
+    common.q_token_stride = dim_qk, common.q_head_stride = n_q * dim_qk;
+    common.n_segments = 1, common.k_row_stride = dim_qk, common.v_row_stride = dim_v;
+    common.kv_end = n_kv, common.n_weights = n_kv, common.scale = 0.5;
+    common.out_token_stride = dim_v, common.out_head_stride = n_q * dim_v;
+    common.weights_token_stride = n_kv, common.weights_head_stride = n_q * n_kv;
+    if (has_ranges) common.ranges = ranges.data();
+    common.scratch = scratch.reserve(table.decode_scratch_bytes[0](dim_qk, dim_v));
+    for (int64_t h = 0; h < (at_once ? 1 : num_kv_heads); ++h) {
+      AttentionTask t = common;
+      const int64_t row = h * rows;
+      const KvSegment segment{k.data() + h * n_kv * dim_qk, v.data() + h * n_kv * dim_v, 0, n_kv};
+      const kernels::DenseTerm dense{
+          mask.data() + row * n_kv, DType::f32, n_kv, n_q * n_kv, 1, nullptr, 0, 0, 0};
+      t.q = q.data() + row * dim_qk, t.segments = &segment;
+      if (has_mask) t.dense = &dense, t.n_dense = 1;
+      t.out = r.out.data() + row * dim_v, t.weights = r.weights.data() + row * n_kv;
+      t.state_m = r.m.data() + row, t.state_l = r.l.data() + row;
+      if (at_once) {
+        const kernels::HeadSteps steps{num_kv_heads, rows * dim_qk, n_kv * dim_qk,
+                                       n_kv * dim_v, rows * dim_v,  rows * n_kv};
+        if (!table.decode_small(t, steps)) return {};
+      } else {
+        table.decode[0](t);
+        table.decode_weights[0](t);
+      }
+    }
+    return r;
+  }
+};
+
+TEST(Decode, FewKeysOfAllHeads_SameBitsAsHeadByHead) {
+  if (kernels::active().target == std::string("SCALAR"))
+    GTEST_SKIP() << "heads are done one by one";
+  for (const int64_t n_kv : {1, 2, 3, 4}) {
+    for (const int64_t dim : {1, 15, 16, 37}) {
+      for (const auto& [heads, n_q, group] :
+           {std::array<int64_t, 3>{8, 2, 1}, {5, 1, 1}, {3, 1, 3}, {7, 2, 2}, {1, 13, 1}}) {
+        for (const int options : {0, 1, 2, 3}) {
+          const SmallProblem p(heads, n_q, n_kv, group, dim, 7);
+          const Result want = p.run(false, options & 1, options & 2);
+          EXPECT_TRUE(p.run(true, options & 1, options & 2) == want)
+              << heads << " heads, n_q " << n_q << ", n_kv " << n_kv << ", group " << group
+              << ", dim " << dim << ", options " << options;
         }
       }
     }
   }
 }
 
-TEST(Decode, FewKeysWithHiddenNan_ReachNoRow) {
-  Problem p(10, DType::f32, 4);
-  for (auto& range : p.ranges) range = {0, 3};
-  const Result clean = attend(p, 0, p.num_rows(), p.pages(4));
-  p.set_key(3, std::numeric_limits<float>::quiet_NaN());
-  EXPECT_TRUE(attend(p, 0, p.num_rows(), p.pages(4)) == clean);
+TEST(Decode, FewKeysWithHiddenNan_AreLeftToTheGeneralPath) {
+  SmallProblem p(2, 2, 4, 1, 16, 8);
+  p.ranges = {{0, 3}, {0, 4}};
+  p.v[static_cast<size_t>(3 * p.dim_v)] = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_TRUE(p.run(true, true, false).out.empty());
+  EXPECT_EQ(std::isnan(p.run(false, true, false).out[0]), false);
 }
 
 TEST(Decode, RowsAlone_SameBitsAsTogether) {

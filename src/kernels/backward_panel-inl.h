@@ -100,7 +100,7 @@ HWY_NOINLINE bool FiniteRows(const T* rows, int64_t stride, int64_t dim, int n) 
 template <class T>
 HWY_INLINE const T* WholeRow(const void* from, DType dtype, int64_t offset, int64_t dim, T* own) {
   const void* row = Advance(from, dtype, offset);
-  if (dtype == kArithmetic<T> && dim % kLanes<T> == 0) return static_cast<const T*>(row);
+  if (dtype == kArithmetic<T> && dim == RowElements<T>(dim)) return static_cast<const T*>(row);
   LoadRow(row, dtype, dim, T{1}, own);
   for (int64_t x = dim; x < RowElements<T>(dim); x++) own[x] = T{0};
   return own;

@@ -16,7 +16,6 @@
 
 #include "kernels/decode_rows-inl.h"
 #include "kernels/decode_scores-inl.h"
-#include "kernels/decode_small-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace qkv::kernels {
@@ -309,9 +308,6 @@ HWY_INLINE void WithKv(DType dtype, F f) {
 
 template <class T>
 void Decode(const AttentionTask& task) {
-  if constexpr (sizeof(T) == 4) {
-    if (IsSmall(task) && DecodeSmall(task)) return;
-  }
   DecodeWork<T> work;
   const RowRange needed = StartDecode(task, &work);
   WithKv<T>(task.kv_dtype, [&](auto kv, auto convert) HWY_ATTR {

@@ -5,6 +5,7 @@
 #define HWY_TARGET_INCLUDE "kernels/decode.cpp"
 #include "hwy/foreach_target.h"  // first
 #include "kernels/decode-inl.h"
+#include "kernels/decode_small-inl.h"
 #include "kernels/tables.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -13,6 +14,8 @@ namespace HWY_NAMESPACE {
 
 void FillDecode(KernelTable* table) {
   table->decode_rows = kDecodeRows;
+  table->small_keys = kSmallKeys;
+  table->decode_small = DecodeSmall;
   table->decode[0] = Decode<float>, table->decode[1] = Decode<double>;
   table->decode_weights[0] = DecodeWeights<float>, table->decode_weights[1] = DecodeWeights<double>;
   table->decode_scratch_bytes[0] = DecodeScratchBytes<float>;

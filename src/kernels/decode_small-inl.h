@@ -2,7 +2,8 @@
 // Tier: kernel (compiled once per Highway target). Decode with at most four keys: the scores of one
 // row fill a 128-bit block, so one vector holds those of several rows, from the products to the
 // weights. Queries and outputs are used in place. The same operations in the same order as
-// decode-inl.h, so the same bits; what this file does not know is left to that.
+// decode-inl.h, so the same bits; what this file does not know is left to that. One call for several
+// KV heads: a call of the lesson's size has 80 of them, and each costs a few hundred instructions.
 #if defined(QKV_KERNELS_DECODE_SMALL_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef QKV_KERNELS_DECODE_SMALL_INL_H_
 #undef QKV_KERNELS_DECODE_SMALL_INL_H_
@@ -19,17 +20,17 @@ namespace HWY_NAMESPACE {
 
 inline constexpr int kSmallKeys = 4;
 
-// f32 everywhere, a run of at most four keys, masks of ranges and dense terms only.
+// f32 everywhere, one run of at most four keys, all rows, masks of ranges and dense terms only.
 HWY_INLINE bool IsSmall(const AttentionTask& task) {
-  const int64_t n = task.kv_end - task.kv_begin;
-  return n <= kSmallKeys && n > 0 && kLanes<float> >= 4 && task.n_segments == 1 &&
-         task.q_dtype == DType::f32 && task.kv_dtype == DType::f32 &&
-         task.out_dtype == DType::f32 && task.out && !task.unnormalised && task.softcap == 0 &&
-         task.dropout == 0 && !task.q_ids && !task.alibi_slopes && !task.sinks;
+  return kLanes<float> >= 4 && task.kv_end <= kSmallKeys && task.kv_begin == 0 && task.kv_end > 0 &&
+         task.row_begin == 0 && task.n_segments == 1 && task.q_dtype == DType::f32 &&
+         task.kv_dtype == DType::f32 && task.out_dtype == DType::f32 && task.out &&
+         !task.unnormalised && task.softcap == 0 && task.dropout == 0 && !task.q_ids &&
+         !task.alibi_slopes && !task.sinks;
 }
 
 #if HWY_TARGET == HWY_SCALAR
-HWY_INLINE bool DecodeSmall(const AttentionTask&) { return false; }
+inline bool DecodeSmall(const AttentionTask&, const HeadSteps&) { return false; }
 #else
 
 // Rows in one vector, and the block of each.
@@ -65,96 +66,92 @@ HWY_INLINE Vec<float> SumsInBlocks(const Vec<float> (*acc)[4]) {
   }
 }
 
-// One row of a small problem.
-struct SmallRow {
-  int64_t token, head;
-  const float* q;
-  float* out;
-};
-
-// Scores of kRows rows and n keys, unmasked.
-template <int kRows>
-HWY_INLINE Vec<float> SmallScores(const SmallRow* rows, float factor, const float* HWY_RESTRICT k,
-                                  int64_t k_stride, int64_t dim, int n) {
-  const Tag<float> d;
-  const Vec<float> scale = hn::Set(d, factor);
-  const int64_t whole = dim / kLanes<float> * kLanes<float>;
-  const int tail = static_cast<int>(dim - whole);
-  const float* key[4];
-  for (int i = 0; i < 4; i++) key[i] = k + HWY_MIN(i, n - 1) * k_stride;
-  Vec<float> acc[kRows][4];
-  Each<kRows>([&](auto r) HWY_ATTR { Each<4>([&](auto i) HWY_ATTR { acc[r][i] = hn::Zero(d); }); });
-  const auto add = [&](auto load) HWY_ATTR {
-    Vec<float> keys[4];
-    Each<4>([&](auto i) HWY_ATTR { keys[i] = load(key[i]); });
-    Each<kRows>([&](auto r) HWY_ATTR {
-      const Vec<float> q = hn::Mul(load(rows[r].q), scale);
-      Each<4>([&](auto i) HWY_ATTR { acc[r][i] = hn::MulAdd(q, keys[i], acc[r][i]); });
-    });
-  };
-  for (int64_t u = 0; u < whole; u += kLanes<float>) {
-    add([&](const float* p) HWY_ATTR { return hn::LoadU(d, p + u); });
-  }
-  if (tail) add([&](const float* p) HWY_ATTR { return LoadKvTail<float>(p + whole, tail); });
-  return SumsInBlocks<kRows>(acc);
-}
-
-// Adds the dense terms and hides what a row must not see.
-template <int kRows>
-HWY_NOINLINE Vec<float> SmallMask(const AttentionTask& task, const SmallRow* rows, int n,
-                                  Vec<float> s) {
+// Adds the dense terms and hides what a row must not see. Rows of kHeads KV heads, the first one h.
+template <int kHeads, int kRows>
+HWY_NOINLINE Vec<float> SmallMask(const AttentionTask& task, int64_t h, const int64_t* tokens,
+                                  const int64_t* heads, int n, Vec<float> s) {
   const Tag<float> d;
   const Vec<float> hidden = NegativeInfinity<float>();
   alignas(64) float room[kLanes<float>] = {};
   for (int64_t i = 0; i < task.n_dense; i++) {
     const DenseTerm& term = task.dense[i];
-    for (int r = 0; r < kRows; r++) {
-      const int64_t offset = rows[r].token * term.token_stride + rows[r].head * term.head_stride +
-                             task.kv_begin * term.key_stride;
-      DenseRow(term, offset, n, room + 4 * SmallBlock(r));
+    for (int a = 0; a < kHeads * kRows; a++) {
+      const int64_t head = (h + a / kRows) * task.group_size + heads[a % kRows];
+      const int64_t offset = tokens[a % kRows] * term.token_stride + head * term.head_stride;
+      DenseRow(term, offset, n, room + 4 * SmallBlock(a));
     }
     const Vec<float> bias = hn::Load(d, room);
     s = hn::IfThenElse(hn::Eq(bias, hidden), hidden, hn::Add(s, bias));
   }
-  if (task.ranges) {
-    const int64_t base = task.group_size == 1 ? task.row_begin : task.row_begin / task.group_size;
-    for (int r = 0; r < kRows; r++) {
-      const RowRange range = task.ranges[rows[r].token - base];
-      for (int x = 0; x < n; x++) {
-        const int64_t j = task.kv_begin + x;
-        room[4 * SmallBlock(r) + x] = range.lo <= j && j < range.hi ? 0.0f : 1.0f;
-      }
+  if (!task.ranges) return s;
+  for (int a = 0; a < kHeads * kRows; a++) {
+    const RowRange range = task.ranges[tokens[a % kRows]];
+    for (int x = 0; x < n; x++) {
+      room[4 * SmallBlock(a) + x] = range.lo <= x && x < range.hi ? 0.0f : 1.0f;
     }
-    s = hn::IfThenElse(hn::Eq(hn::Load(d, room), hn::Zero(d)), s, hidden);
   }
-  return s;
+  return hn::IfThenElse(hn::Eq(hn::Load(d, room), hn::Zero(d)), s, hidden);
 }
 
-// Returns false if a sum is not finite where keys are hidden: a hidden NaN may be in it.
-template <int kRows>
-HWY_NOINLINE bool AttendSmall(const AttentionTask& task, int64_t first_row) {
+// Rows [first_row, first_row + kRows) of the KV heads [h, h + kHeads). Returns false if a sum is
+// not finite where keys are hidden: a hidden NaN may be in it.
+template <int kHeads, int kRows>
+HWY_NOINLINE bool SmallHeads(const AttentionTask& task, const HeadSteps& step, int64_t h,
+                             int64_t first_row, int64_t token, int64_t head) {
+  constexpr int kAll = kHeads * kRows;
   const Tag<float> d;
-  const int n = static_cast<int>(task.kv_end - task.kv_begin);
-  const int64_t skip = task.kv_begin - task.segments->begin;
-  const float* k = static_cast<const float*>(task.segments->k) + skip * task.k_row_stride;
-  const float* v = static_cast<const float*>(task.segments->v) + skip * task.v_row_stride;
-  int64_t token = task.group_size == 1 ? first_row : first_row / task.group_size;
-  int64_t head = first_row - token * task.group_size;
-  SmallRow rows[kRows];
+  const int n = static_cast<int>(task.kv_end);
+  const float *q[kAll], *k[kHeads], *v[kHeads];
+  float* out[kAll];
+  int64_t tokens[kRows], heads[kRows];
   Each<kRows>([&](auto r) HWY_ATTR {
-    rows[r] = {
-        token, head,
-        static_cast<const float*>(task.q) + token * task.q_token_stride + head * task.q_head_stride,
-        static_cast<float*>(task.out) + token * task.out_token_stride +
-            head * task.out_head_stride};
+    tokens[r] = token, heads[r] = head;
+    Each<kHeads>([&](auto i) HWY_ATTR {
+      q[i * kRows + r] = static_cast<const float*>(task.q) + (h + i) * step.q +
+                         token * task.q_token_stride + head * task.q_head_stride;
+      out[i * kRows + r] = static_cast<float*>(task.out) + (h + i) * step.out +
+                           token * task.out_token_stride + head * task.out_head_stride;
+    });
     if (++head == task.group_size) head = 0, token++;
   });
+  Each<kHeads>([&](auto i) HWY_ATTR {
+    k[i] = static_cast<const float*>(task.segments->k) + (h + i) * step.k;
+    v[i] = static_cast<const float*>(task.segments->v) + (h + i) * step.v;
+  });
+
+  // Scores: four keys, the last ones repeated if there are fewer.
+  const int64_t key1 = n > 1 ? task.k_row_stride : 0, key2 = n > 2 ? 2 * task.k_row_stride : key1;
+  const int64_t key3 = n > 3 ? 3 * task.k_row_stride : key2;
+  const Vec<float> scale = hn::Set(d, static_cast<float>(task.scale * kLog2E));
+  Vec<float> acc[kAll][4];
+  Each<kAll>([&](auto a) HWY_ATTR { Each<4>([&](auto x) HWY_ATTR { acc[a][x] = hn::Zero(d); }); });
+  const auto add = [&](auto load) HWY_ATTR {
+    Each<kHeads>([&](auto i) HWY_ATTR {
+      const Vec<float> k0 = load(k[i]), k1 = load(k[i] + key1), k2 = load(k[i] + key2),
+                       k3 = load(k[i] + key3);
+      Each<kRows>([&](auto r) HWY_ATTR {
+        constexpr int kA = i * kRows + r;
+        const Vec<float> x = hn::Mul(load(q[kA]), scale);
+        acc[kA][0] = hn::MulAdd(x, k0, acc[kA][0]);
+        acc[kA][1] = hn::MulAdd(x, k1, acc[kA][1]);
+        acc[kA][2] = hn::MulAdd(x, k2, acc[kA][2]);
+        acc[kA][3] = hn::MulAdd(x, k3, acc[kA][3]);
+      });
+    });
+  };
+  int64_t c = 0;
+  for (; c + kLanes<float> <= task.head_dim_qk; c += kLanes<float>) {
+    add([&](const float* p) HWY_ATTR { return hn::LoadU(d, p + c); });
+  }
+  if (c < task.head_dim_qk) {
+    const int tail = static_cast<int>(task.head_dim_qk - c);
+    add([&](const float* p) HWY_ATTR { return LoadKvTail<float>(p + c, tail); });
+  }
+  Vec<float> s = SumsInBlocks<kAll>(acc);
 
   const Vec<float> hidden = NegativeInfinity<float>();
-  Vec<float> s = SmallScores<kRows>(rows, static_cast<float>(task.scale * kLog2E), k,
-                                    task.k_row_stride, task.head_dim_qk, n);
   const bool masked = task.n_dense > 0 || task.ranges;
-  if (masked) s = SmallMask<kRows>(task, rows, n, s);
+  if (masked) s = SmallMask<kHeads, kRows>(task, h, tokens, heads, n, s);
   if (n < kSmallKeys) {
     const hn::RebindToSigned<Tag<float> > di;
     const auto key = hn::And(hn::Iota(di, 0), hn::Set(di, kSmallKeys - 1));
@@ -170,51 +167,75 @@ HWY_NOINLINE bool AttendSmall(const AttentionTask& task, int64_t first_row) {
   alignas(64) float p[kLanes<float>], inverse[kLanes<float>];
   hn::Store(weight, d, p);
   hn::Store(factor, d, inverse);
-  if (task.state_m) {
-    alignas(64) float state[2][kLanes<float>];
-    hn::Store(m, d, state[0]);
-    hn::Store(l, d, state[1]);
-    const int64_t at = first_row - task.row_begin;
-    Each<kRows>([&](auto r) HWY_ATTR {
-      static_cast<float*>(task.state_m)[at + r] = state[0][4 * SmallBlock(r)];
-      static_cast<float*>(task.state_l)[at + r] = state[1][4 * SmallBlock(r)];
-    });
-  }
 
+  // Values.
   Vec<float> check = hn::Zero(d);
-  const auto columns = [&](int64_t c, auto load, auto store) HWY_ATTR {
-    Vec<float> acc[kRows];
-    Each<kRows>([&](auto r) HWY_ATTR { acc[r] = hn::Zero(d); });
+  const auto columns = [&](auto load, auto store) HWY_ATTR {
+    Vec<float> sum[kAll];
+    Each<kAll>([&](auto a) HWY_ATTR { sum[a] = hn::Zero(d); });
     for (int x = 0; x < n; x++) {
-      const Vec<float> value = load(v + x * task.v_row_stride + c);
-      Each<kRows>([&](auto r) HWY_ATTR {
-        acc[r] = hn::MulAdd(hn::Set(d, p[4 * SmallBlock(r) + x]), value, acc[r]);
+      Each<kHeads>([&](auto i) HWY_ATTR {
+        const Vec<float> value = load(v[i] + x * task.v_row_stride);
+        Each<kRows>([&](auto r) HWY_ATTR {
+          constexpr int kA = i * kRows + r;
+          sum[kA] = hn::MulAdd(hn::Set(d, p[4 * SmallBlock(kA) + x]), value, sum[kA]);
+        });
       });
     }
-    Each<kRows>([&](auto r) HWY_ATTR {
-      check = hn::MulAdd(acc[r], hn::Zero(d), check);
-      store(hn::Mul(acc[r], hn::Set(d, inverse[4 * SmallBlock(r)])), rows[r].out + c);
+    Each<kAll>([&](auto a) HWY_ATTR {
+      check = hn::MulAdd(sum[a], hn::Zero(d), check);
+      store(hn::Mul(sum[a], hn::Set(d, inverse[4 * SmallBlock(a)])), out[a]);
     });
   };
-  int64_t c = 0;
-  for (; c + kLanes<float> <= task.head_dim_v; c += kLanes<float>) {
-    columns(
-        c, [&](const float* from) HWY_ATTR { return hn::LoadU(d, from); },
-        [&](Vec<float> sum, float* to) HWY_ATTR { hn::StoreU(sum, d, to); });
+  for (c = 0; c + kLanes<float> <= task.head_dim_v; c += kLanes<float>) {
+    columns([&](const float* from) HWY_ATTR { return hn::LoadU(d, from + c); },
+            [&](Vec<float> sum, float* to) HWY_ATTR { hn::StoreU(sum, d, to + c); });
   }
   if (c < task.head_dim_v) {
     const int tail = static_cast<int>(task.head_dim_v - c);
-    columns(
-        c, [&](const float* from) HWY_ATTR { return LoadKvTail<float>(from, tail); },
-        [&](Vec<float> sum, float* to) HWY_ATTR { StoreTail(sum, tail, to); });
+    columns([&](const float* from) HWY_ATTR { return LoadKvTail<float>(from + c, tail); },
+            [&](Vec<float> sum, float* to) HWY_ATTR { StoreTail(sum, tail, to + c); });
   }
-  return !masked || hn::AllTrue(d, hn::Eq(check, hn::Zero(d)));
+  if (masked && !hn::AllTrue(d, hn::Eq(check, hn::Zero(d)))) return false;
+
+  alignas(64) float room[kLanes<float>];
+  const auto each_row = [&](Vec<float> values, auto f) HWY_ATTR {
+    hn::Store(values, d, room);
+    for (int a = 0; a < kAll; a++) f(a / kRows, a % kRows, room + 4 * SmallBlock(a));
+  };
+  const auto state = [&](void* to, Vec<float> values) HWY_ATTR {
+    each_row(values, [&](int i, int r, const float* from) HWY_ATTR {
+      static_cast<float*>(to)[(h + i) * task.n_rows + first_row + r] = *from;
+    });
+  };
+  if (task.state_m) state(task.state_m, m), state(task.state_l, l);
+  if (task.weights) {
+    const auto is_hidden = hn::Eq(s, hidden);  // 0, even if the sum is NaN
+    each_row(hn::IfThenZeroElse(is_hidden, hn::Mul(weight, factor)),
+             [&](int i, int r, const float* from) HWY_ATTR {
+               float* to = static_cast<float*>(task.weights) + (h + i) * step.weights +
+                           tokens[r] * task.weights_token_stride +
+                           heads[r] * task.weights_head_stride;
+               for (int x = 0; x < n; x++) to[x] = from[x];
+             });
+  }
+  return true;
 }
 
-HWY_INLINE bool DecodeSmall(const AttentionTask& task) {
+inline bool DecodeSmall(const AttentionTask& task, const HeadSteps& step) {
+  if (!IsSmall(task)) return false;
   bool done = true;
-  ForRowGroups<kSmallRows>(static_cast<int>(task.n_rows), [&](int r, auto count) HWY_ATTR {
-    done &= AttendSmall<count>(task, task.row_begin + r);
+  int64_t token = 0, head = 0;
+  ForRowGroups<kSmallRows>(static_cast<int>(task.n_rows), [&](int r, auto rows) HWY_ATTR {
+    constexpr int kRows = rows, kHeads = kSmallRows / kRows;
+    int64_t h = 0;
+    for (; h + kHeads <= step.count; h += kHeads) {
+      done &= SmallHeads<kHeads, kRows>(task, step, h, r, token, head);
+    }
+    if constexpr (kHeads > 1) {
+      for (; h < step.count; h++) done &= SmallHeads<1, kRows>(task, step, h, r, token, head);
+    }
+    for (head += kRows; head >= task.group_size; head -= task.group_size) token++;
   });
   return done;
 }

@@ -157,6 +157,13 @@ struct SumTask {
   int64_t out_row_stride;
 };
 
+/// The same task for `count` KV heads in a row: elements from one KV head to the next. state_m and
+/// state_l hold n_rows elements per head; weights as in AttentionTask, or nullptr.
+struct HeadSteps {
+  int64_t count;
+  int64_t q, k, v, out, weights;
+};
+
 /// y[m, n] = x[m, k] w^T + bias, w packed by pack. Any extent may be 0 (k = 0 leaves the bias). y
 /// overlaps nothing.
 /// y may be cut into blocks of columns that lie apart (heads): with c = y_column + j, column j of row i
@@ -192,6 +199,11 @@ struct KernelTable {
   void (*decode[2])(const AttentionTask&);
   void (*decode_weights[2])(const AttentionTask&);
   int64_t (*decode_scratch_bytes[2])(int64_t head_dim_qk, int64_t head_dim_v);
+  // The same bits for several heads at once, and the weights with them. Returns false, having
+  // written nothing or results of no use, if the task is not of the few simple ones it knows (f32,
+  // at most small_keys keys): these heads are then done one by one.
+  int64_t small_keys;
+  bool (*decode_small)(const AttentionTask&, const HeadSteps&);
   // Gradients; tasks of at most task_rows rows.
   void (*backward[2])(const BackwardTask&);
   int64_t (*backward_scratch_bytes[2])(int64_t head_dim_qk, int64_t head_dim_v);
