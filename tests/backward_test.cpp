@@ -177,7 +177,8 @@ TEST(Backward, EveryOption_EqualsFiniteDifferences) {
             return loss(p, o, dout, dlse);
           },
           scale);
-      EXPECT_NEAR(g.dscale.values()[0], dscale, 1e-9 * std::max(1.0, std::abs(dscale))) << item.first;
+      EXPECT_NEAR(g.dscale.values()[0], dscale, 1e-9 * std::max(1.0, std::abs(dscale)))
+          << item.first;
       ASSERT_NO_FATAL_FAILURE(expect_stop());
     }
 }
