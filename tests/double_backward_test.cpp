@@ -43,10 +43,10 @@ TEST(DoubleBackward, EveryOption_EqualsFiniteDifferencesOfTheBackward) {
          p.options.alibi_slopes = p.alibi_slopes.fill_random(random, 0.2);
        }},
   };
-  for (const auto& [name, change] : cases) {
+  for (const auto& item : cases) {
     const Extents e{2, 4, 2, 4, 6, 5, 3};
     Problem p = make_problem(e, DType::f64, random);
-    change(p);
+    item.second(p);
     TestTensor dout(DType::f64, {2, 4, 4, 3}), ddq(DType::f64, {2, 4, 4, 5}),
         ddk(DType::f64, {2, 2, 6, 5}), ddv(DType::f64, {2, 2, 6, 3});
     for (TestTensor* t : {&dout, &ddq, &ddk, &ddv}) t->fill_random(random);
@@ -79,7 +79,7 @@ TEST(DoubleBackward, EveryOption_EqualsFiniteDifferencesOfTheBackward) {
         const double want = (8 * (f(h) - f(-h)) - (f(2 * h) - f(-2 * h))) / (12 * h);
         set_element(input.view(), at, x);
         EXPECT_NEAR(got[next], want, 1e-8 * std::max(1.0, std::abs(want)))
-            << what << " element " << next << ", " << name;
+            << what << " element " << next << ", " << item.first;
         ++next;
       });
     };
