@@ -58,6 +58,7 @@ struct Panel {
   PanelState<T> state;
   int64_t first_row;  // of the (batch, KV head)
   int n_rows = 0;
+  bool has_out;        // state.out holds the sums of the keys so far
   int64_t begin, end;  // keys that some row needs
   VectorKeys keys[kTileVectors];
   int64_t lo[kW], hi[kW];
@@ -66,6 +67,12 @@ struct Panel {
   int64_t token[kW];
   int64_t head[kW];
 
+  void clear_out(int64_t head_dim_v) {
+    const Tag<T> d;
+    for (int64_t at = 0; at < head_dim_v * kW; at += kLanes<T>)
+      hn::Store(hn::Zero(d), d, state.out + at);
+    has_out = true;
+  }
   void find_spans(const AttentionTask& task, int64_t k0, int from, int to, SpanList* spans) const {
     const DenseUse use = UseOfDense(task, token[0], token[n_rows - 1], k0 / kBlock);
     spans->n = 0;
@@ -169,7 +176,9 @@ HWY_INLINE void FindKeys(const AttentionTask& task, Panel<T>* panel) {
     if (v * kLanes<T> >= panel->n_rows || keys.begin >= keys.end) {
       keys = {task.kv_begin, task.kv_begin, task.kv_end, task.kv_begin};
     } else {
-      // Masked keys begin and end at whole tiles; keys that no lane needs stay out.
+      // Needed keys begin, and masked keys begin and end, at whole tiles; behind the last needed key
+      // nothing is read, it may be a slot that was never written.
+      keys.begin = HWY_MAX(keys.begin / kTileRows * kTileRows, task.kv_begin);
       if (keys.full_begin > task.kv_begin)
         keys.full_begin = HWY_MIN(RoundUp(keys.full_begin, kTileRows), task.kv_end);
       if (keys.full_end < task.kv_end)
@@ -191,10 +200,7 @@ HWY_INLINE void StartState(const AttentionTask& task, Panel<T>* panel) {
     hn::Store(hn::Zero(d), d, state.sum + w);
     hn::Store(NegativeInfinity<T>(), d, state.threshold + w);
   }
-  for (int64_t x = 0; x < task.head_dim_v; x++) {
-    for (int w = 0; w < kPanel<T>; w += kLanes<T>)
-      hn::Store(hn::Zero(d), d, state.out + x * kPanel<T> + w);
-  }
+  panel->has_out = false;
   if (!task.sinks) return;
   for (int w = 0; w < kPanel<T>; w++)
     state.sum[w] = static_cast<T>(task.sinks[panel->head[w]] * kLog2E);

@@ -78,29 +78,33 @@ HWY_INLINE void Qk(const T* k, int64_t k_stride, int64_t head_dim, const T* qt, 
   });
 }
 
-// out^T += V^T p^T for `columns` (a multiple of kColumns) columns of V and n keys.
+// out^T += V^T p^T for `columns` (a multiple of kColumns) columns of V and n keys; without `keep`,
+// out^T = V^T p^T.
 template <class T, int kVectors, int kColumns>
 HWY_NOINLINE void PvColumns(const T* HWY_RESTRICT v, size_t v_stride, size_t columns,
-                            const T* HWY_RESTRICT p, T* HWY_RESTRICT out, size_t n) {
+                            const T* HWY_RESTRICT p, T* HWY_RESTRICT out, size_t n, bool keep) {
   const Tag<T> d;
+  const auto kept = hn::FirstN(d, keep ? hn::Lanes(d) : 0);
   for (size_t x = 0; x < columns; x += kColumns) {
     T* HWY_RESTRICT to = out + x * kPanel<T>;
     Tile<T, kColumns, kVectors, false>(
         v + x, v_stride, p, kPanel<T>, n,
-        [&](auto i, auto u) HWY_ATTR { return hn::Load(d, to + i * kPanel<T> + u * kLanes<T>); },
+        [&](auto i, auto u)
+            HWY_ATTR { return hn::MaskedLoad(kept, d, to + i * kPanel<T> + u * kLanes<T>); },
         [&](auto i, auto u, Vec<T> sum)
             HWY_ATTR { hn::Store(sum, d, to + i * kPanel<T> + u * kLanes<T>); });
   }
 }
 
 template <class T, int kVectors>
-HWY_INLINE void Pv(const T* v, int64_t v_stride, int64_t head_dim, const T* p, T* out, int n) {
+HWY_INLINE void Pv(const T* v, int64_t v_stride, int64_t head_dim, const T* p, T* out, int n,
+                   bool keep = true) {
   const size_t ld = static_cast<size_t>(v_stride), dim = static_cast<size_t>(head_dim);
   const size_t whole = dim / kTileRows * kTileRows;
-  if (whole) PvColumns<T, kVectors, kTileRows>(v, ld, whole, p, out, static_cast<size_t>(n));
+  if (whole) PvColumns<T, kVectors, kTileRows>(v, ld, whole, p, out, static_cast<size_t>(n), keep);
   ForRows<kTileRows / 2>(dim - whole, [&](size_t x, auto columns) HWY_ATTR {
     PvColumns<T, kVectors, columns>(v + whole + x, ld, columns, p, out + (whole + x) * kPanel<T>,
-                                    static_cast<size_t>(n));
+                                    static_cast<size_t>(n), keep);
   });
 }
 
@@ -205,9 +209,8 @@ HWY_INLINE void BlockScores(const AttentionTask& task, const PanelWork<T>& work,
 
 // One panel against one key block. kCareful: hidden value rows may hold NaN or Inf.
 template <class T, bool kCareful>
-HWY_INLINE void AttendBlock(const AttentionTask& task, const PanelWork<T>& work,
-                            const Panel<T>& panel, const KeyBlock<T>& block, int begin, int end,
-                            bool fetch) {
+HWY_INLINE void AttendBlock(const AttentionTask& task, const PanelWork<T>& work, Panel<T>& panel,
+                            const KeyBlock<T>& block, int begin, int end, bool fetch) {
   const Tag<T> d;
   SpanList spans;
   panel.find_spans(task, block.begin, begin, end, &spans);
@@ -218,7 +221,8 @@ HWY_INLINE void AttendBlock(const AttentionTask& task, const PanelWork<T>& work,
     above =
         hn::Or(above, hn::Gt(hn::Load(d, work.max + w), hn::Load(d, panel.state.threshold + w)));
   }
-  if (HWY_UNLIKELY(!hn::AllFalse(d, above))) Raise(panel.state, work.max, task.head_dim_v);
+  if (HWY_UNLIKELY(!hn::AllFalse(d, above)))
+    Raise(panel.state, work.max, panel.has_out ? task.head_dim_v : 0);
   for (int i = 0; i < spans.n;) {  // neighbours with the same vectors are one run from here on
     if (kCareful) RecordSeen(work, spans.span[i]);
     Span run = spans.span[i++];
@@ -232,6 +236,8 @@ HWY_INLINE void AttendBlock(const AttentionTask& task, const PanelWork<T>& work,
       ExpRows<T, vectors>(s, panel.state.reference + w, panel.state.sum + w, n);
     });
     if (HWY_UNLIKELY(task.dropout > 0)) DropWeights(task, panel, block.begin, run, work.s);
+    // The first product writes the sums of all vectors, the others add to them.
+    if (!panel.has_out && (kCareful || run.nv != kTileVectors)) panel.clear_out(task.head_dim_v);
     ForPieces(block, run.begin, run.end, [&](const KeyPiece<T>& piece, int at, int m) HWY_ATTR {
       const T* v = piece.v + (at - piece.begin) * piece.v_stride;
       const T* p = work.s + at * kPanel<T>;
@@ -240,16 +246,18 @@ HWY_INLINE void AttendBlock(const AttentionTask& task, const PanelWork<T>& work,
                         panel.state.out, m, run.v0, run.nv);
       }
       WithVectors(run.nv, [&](auto vectors) HWY_ATTR {
-        Pv<T, vectors>(v, piece.v_stride, task.head_dim_v, p + w, panel.state.out + w, m);
+        Pv<T, vectors>(v, piece.v_stride, task.head_dim_v, p + w, panel.state.out + w, m,
+                       panel.has_out);
       });
+      panel.has_out = true;
     });
   }
 }
 
 // All blocks of keys for all panels. False if a sum is NaN or Inf although some key was hidden.
 template <class T, bool kCareful>
-HWY_INLINE bool AttendBlocks(const AttentionTask& task, const PanelWork<T>& work,
-                             const Panel<T>* panels, int num_panels) {
+HWY_INLINE bool AttendBlocks(const AttentionTask& task, const PanelWork<T>& work, Panel<T>* panels,
+                             int num_panels) {
   int64_t begin = task.kv_end, end = task.kv_begin;
   for (int p = 0; p < num_panels; p++) {
     begin = HWY_MIN(begin, panels[p].begin);
@@ -270,6 +278,8 @@ HWY_INLINE bool AttendBlocks(const AttentionTask& task, const PanelWork<T>& work
       }
     }
   }
+  for (int p = 0; p < num_panels; p++)
+    if (!panels[p].has_out) panels[p].clear_out(task.head_dim_v);
   if (kCareful || (!task.ranges && !task.n_dense && !task.q_ids)) return true;
   bool finite = true;
   for (int p = 0; p < num_panels; p++) {
