@@ -167,7 +167,7 @@ class Schedule {
         use_part(&p, block, s);
         const T sum = static_cast<const T*>(p.state_l)[r];
         if (sum == 0) continue;
-        const T factor = std::exp2(static_cast<const T*>(p.state_m)[r] - reference);
+        const T factor = std::exp2(2 * (static_cast<const T*>(p.state_m)[r] - reference));
         total += sum * factor;
         const T* from = static_cast<const T*>(p.out) + r * call_.head_dim_v;
         for (int64_t d = 0; d < call_.head_dim_v; ++d)
@@ -230,7 +230,7 @@ class Schedule {
                              token * call_.lse.stride[2];
       const double sum = static_cast<double>(l[r]);
       static_cast<T*>(call_.lse.data)[offset] =
-          static_cast<T>((static_cast<double>(m[r]) + std::log2(sum)) * kLn2);
+          static_cast<T>((2 * static_cast<double>(m[r]) + std::log2(sum)) * kLn2);
     }
   }
 

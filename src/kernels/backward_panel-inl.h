@@ -31,7 +31,7 @@ struct GradPanel {
   T* dout;      // [row][RowElements(head_dim_v)]
   T* dout_t;    // [head_dim_v][lane]
   T* dq_t;      // [head_dim_qk][lane], without the factor scale
-  T* lse;       // lane vector, log2 units
+  T* lse;       // lane vector, log4 units
   T* dlogsum;   // lane vector: dlse - dout . out
   T* dslope;    // lane vector
   T* p;         // [kBlock][lane]: weights after dropout
@@ -189,9 +189,9 @@ HWY_INLINE void PackGradients(const BackwardTask& task, const BackwardWork<T>& w
         WholeRow(task.out, a.q_dtype, token * task.out_token_stride + head * task.out_head_stride,
                  a.head_dim_v, work.row);
     grad->dlogsum[w] = dlse - CopyRowDot(from, out, dim_v, dout, finite);
-    grad->lse[w] = static_cast<T>(static_cast<double>(lse) * kLog2E);
+    grad->lse[w] = static_cast<T>(static_cast<double>(lse) * kLog4E);
   }
-  const T factor = static_cast<T>(a.scale * (a.softcap > 0 ? 1.0 / a.softcap : kLog2E));
+  const T factor = static_cast<T>(a.scale * (a.softcap > 0 ? 1.0 / a.softcap : kLog4E));
   for (int w = 0; w < kPanel<T>; w += kLanes<T>) {
     const T *q[kLanes<T>], *dout[kLanes<T>];
     for (int i = 0; i < kLanes<T>; i++) {

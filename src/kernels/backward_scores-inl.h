@@ -4,7 +4,7 @@
 // forward's lse: exp(s - lse) needs no running maximum.
 //
 // clang-format off
-//   p^T   = 2^(K q^T - lse)                        BlockScores of the forward, WeightRows
+//   p^T   = 4^(K q^T - lse)                        BlockScores of the forward, WeightRows
 //   ds^T  = p^T * (V dout^T + dlse - dout . out)   DpRows: sums start at the second term, end times p^T
 // clang-format on
 #if defined(QKV_KERNELS_BACKWARD_SCORES_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -21,7 +21,7 @@ HWY_BEFORE_NAMESPACE();
 namespace qkv::kernels {
 namespace HWY_NAMESPACE {
 
-// s = 2^(s - lse) in place, for n keys and kVectors vectors. Sums that start at -lse would save the
+// s = 4^(s - lse) in place, for n keys and kVectors vectors. Sums that start at -lse would save the
 // subtraction but round at the magnitude of lse: up to 5 times the error of a plain loop.
 template <class T, int kVectors>
 HWY_NOINLINE void WeightRows(T* HWY_RESTRICT s, const T* HWY_RESTRICT lse, int n) {
@@ -32,7 +32,7 @@ HWY_NOINLINE void WeightRows(T* HWY_RESTRICT s, const T* HWY_RESTRICT lse, int n
   const auto row = [&](T* at) HWY_ATTR {
     Each<kVectors>([&](auto v) HWY_ATTR {
       const Vec<T> score = hn::Load(d, at + v * kLanes<T>);
-      hn::Store(Exp2(hn::Sub(score, less[v])), d, at + v * kLanes<T>);
+      hn::Store(Exp4(hn::Sub(score, less[v])), d, at + v * kLanes<T>);
     });
   };
   int x = 0;

@@ -5,7 +5,7 @@
 //
 //   s[row][key]  = q k^T                 decode_rows-inl.h
 //   s[row][key]  = masks, bias ...       decode_scores-inl.h
-//   p[row][key]  = 2^(s - reference)
+//   p[row][key]  = 4^(s - reference)
 //   out[row][d] += p v                   decode_rows-inl.h
 #if defined(QKV_KERNELS_DECODE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef QKV_KERNELS_DECODE_INL_H_
@@ -86,7 +86,7 @@ HWY_INLINE RowRange StartDecode(const AttentionTask& task, DecodeWork<T>* work) 
     return p;
   });
   work->rows = static_cast<int>(task.n_rows);
-  const T factor = static_cast<T>(task.scale * (task.softcap > 0 ? 1.0 / task.softcap : kLog2E));
+  const T factor = static_cast<T>(task.scale * (task.softcap > 0 ? 1.0 / task.softcap : kLog4E));
   const int64_t base = task.group_size == 1 ? task.row_begin : task.row_begin / task.group_size;
   int64_t token = base, head = task.row_begin - base * task.group_size;
   RowRange needed = {task.kv_end, task.kv_begin};
@@ -112,7 +112,7 @@ HWY_INLINE RowRange StartDecode(const AttentionTask& task, DecodeWork<T>* work) 
     T* sum = work->sum + r * kLanes<T>;
     hn::Store(hn::Zero(d), d, sum);
     if (task.sinks) {  // a sink is an initial state: its logit is in the sum before the first key
-      const T logit = static_cast<T>(task.sinks[head] * kLog2E);
+      const T logit = static_cast<T>(task.sinks[head] * kLog4E);
       if (logit != -static_cast<T>(__builtin_inff())) {
         row->reference = logit;
         row->limit = logit + static_cast<T>(kRaiseAbove);
@@ -347,7 +347,7 @@ void DecodeWeights(const AttentionTask& task) {
         const Vec<T> factor = hn::Set(d, l[r] == 0 ? T{0} : 1 / l[r]), reference = hn::Set(d, m[r]);
         EachVector(span, s, [&](Vec<T> score, int) HWY_ATTR {  // hidden: 0, even if the sum is NaN
           const auto hidden = hn::Eq(score, NegativeInfinity<T>());
-          return hn::IfThenZeroElse(hidden, hn::Mul(Exp2(hn::Sub(score, reference)), factor));
+          return hn::IfThenZeroElse(hidden, hn::Mul(Exp4(hn::Sub(score, reference)), factor));
         });
         T* row = at(r) + k0;
         for (int x = 0; x < span.from; x++) row[x] = 0;

@@ -101,14 +101,14 @@ HWY_INLINE void HideOutside(const KeySpan<T>& span, int lo, int hi, T* HWY_RESTR
   for (int x = end; x < span.last(); x += kLanes<T>) hide(x);
 }
 
-// Scores of a row from products to log2 units, -inf where hidden.
+// Scores of a row from products to log4 units, -inf where hidden.
 template <class T>
 HWY_INLINE void FinishRow(const AttentionTask& task, const DecodeRow<T>& row,
                           const KeySpan<T>& span, bool dense, T* HWY_RESTRICT bias,
                           T* HWY_RESTRICT s) {
-  if (task.softcap > 0) SoftcapRow(span, static_cast<T>(task.softcap * kLog2E), s);
+  if (task.softcap > 0) SoftcapRow(span, static_cast<T>(task.softcap * kLog4E), s);
   if (task.alibi_slopes) {
-    AlibiRow(span, static_cast<T>(task.alibi_slopes[row.head] * kLog2E),
+    AlibiRow(span, static_cast<T>(task.alibi_slopes[row.head] * kLog4E),
              static_cast<T>(task.first_position + row.token - span.k0), s);
   }
   if (dense) DenseTermsRow(task, row, span, bias, s);
@@ -133,7 +133,7 @@ HWY_NOINLINE void RaiseRow(T mx, DecodeRow<T>* row, T* HWY_RESTRICT sum, T* HWY_
   const Tag<T> d;
   const bool started = row->limit > -static_cast<T>(__builtin_inff());
   if (started) {
-    const Vec<T> factor = Exp2(hn::Set(d, row->reference - mx));
+    const Vec<T> factor = Exp4(hn::Set(d, row->reference - mx));
     hn::Store(hn::Mul(hn::Load(d, sum), factor), d, sum);
     for (int64_t x = 0; x < head_dim_v; x += kLanes<T>)
       hn::Store(hn::Mul(hn::Load(d, out + x), factor), d, out + x);
@@ -142,7 +142,7 @@ HWY_NOINLINE void RaiseRow(T mx, DecodeRow<T>* row, T* HWY_RESTRICT sum, T* HWY_
   row->limit = mx + static_cast<T>(kRaiseAbove);
 }
 
-// s = 2^(s - m) in place, sum += s. A hidden key gets -0, which tells it from a visible one of weight 0.
+// s = 4^(s - m) in place, sum += s. A hidden key gets -0, which tells it from a visible one of weight 0.
 template <class T, bool kMasked>
 HWY_INLINE void ExpRow(const KeySpan<T>& span, T reference, T* HWY_RESTRICT s,
                        T* HWY_RESTRICT sum) {
@@ -150,7 +150,7 @@ HWY_INLINE void ExpRow(const KeySpan<T>& span, T reference, T* HWY_RESTRICT s,
   Vec<T> total = hn::Load(d, sum);
   const Vec<T> m = hn::Set(d, reference), hidden = NegativeInfinity<T>();
   EachVector(span, s, [&](Vec<T> score, int) HWY_ATTR {
-    Vec<T> p = Exp2(hn::Sub(score, m));
+    Vec<T> p = Exp4(hn::Sub(score, m));
     if constexpr (kMasked) p = hn::IfThenElse(hn::Eq(score, hidden), hn::Neg(hn::Zero(d)), p);
     total = hn::Add(total, p);
     return p;

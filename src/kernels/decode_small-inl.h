@@ -122,7 +122,7 @@ HWY_NOINLINE bool SmallHeads(const AttentionTask& task, const HeadSteps& step, i
   // Scores: four keys, the last ones repeated if there are fewer.
   const int64_t key1 = n > 1 ? task.k_row_stride : 0, key2 = n > 2 ? 2 * task.k_row_stride : key1;
   const int64_t key3 = n > 3 ? 3 * task.k_row_stride : key2;
-  const Vec<float> scale = hn::Set(d, static_cast<float>(task.scale * kLog2E));
+  const Vec<float> scale = hn::Set(d, static_cast<float>(task.scale * kLog4E));
   Vec<float> acc[kAll][4];
   Each<kAll>([&](auto a) HWY_ATTR { Each<4>([&](auto x) HWY_ATTR { acc[a][x] = hn::Zero(d); }); });
   const auto add = [&](auto load) HWY_ATTR {
@@ -160,7 +160,7 @@ HWY_NOINLINE bool SmallHeads(const AttentionTask& task, const HeadSteps& step, i
   Vec<float> mx = hn::Max(s, hn::Shuffle1032(s));
   mx = hn::Max(mx, hn::Shuffle2301(mx));
   const Vec<float> m = hn::IfThenElseZero(hn::Gt(mx, hidden), mx);
-  const Vec<float> weight = Exp2(hn::Sub(s, m));
+  const Vec<float> weight = Exp4(hn::Sub(s, m));
   const Vec<float> l = SumInBlocks(weight);
   const Vec<float> factor =
       hn::IfThenZeroElse(hn::Eq(l, hn::Zero(d)), hn::Div(hn::Set(d, 1.0f), l));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tier: kernel (compiled once per Highway target). Dense masks and biases: a tile of every term,
-// transposed to [key][lane], summed, in log2 units. A table of tiles (kernels.h) says which tiles
+// transposed to [key][lane], summed, in log4 units. A table of tiles (kernels.h) says which tiles
 // need no look at all.
 #if defined(QKV_KERNELS_DENSE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef QKV_KERNELS_DENSE_INL_H_
@@ -58,20 +58,20 @@ HWY_INLINE void DenseElements(const Element* HWY_RESTRICT from, int64_t stride, 
   }
 }
 
-// n elements of a term, in log2 units.
+// n elements of a term, in log4 units.
 template <class T>
 HWY_INLINE void DenseRow(const DenseTerm& term, int64_t offset, int n, T* HWY_RESTRICT to) {
   const void* from = Advance(term.data, term.dtype, offset);
   const int64_t stride = term.key_stride;
   const T hidden = -static_cast<T>(__builtin_inff());
-  const T factor = static_cast<T>(kLog2E);
+  const T factor = static_cast<T>(kLog4E);
   switch (term.dtype) {
     case DType::boolean:
       return DenseElements(static_cast<const uint8_t*>(from), stride, n, to,
                            [=](uint8_t x) HWY_ATTR { return x ? T{0} : hidden; });
     case DType::f64:
       return DenseElements(static_cast<const double*>(from), stride, n, to,
-                           [=](double x) HWY_ATTR { return static_cast<T>(x * kLog2E); });
+                           [=](double x) HWY_ATTR { return static_cast<T>(x * kLog4E); });
     case DType::bf16:
       return DenseElements(static_cast<const bf16_t*>(from), stride, n, to, [=](bf16_t x) HWY_ATTR {
         return static_cast<T>(FloatFromBits(static_cast<uint32_t>(x.bits) << 16)) * factor;
@@ -126,7 +126,7 @@ HWY_NOINLINE void LoadDense(const AttentionTask& task, const PanelT& panel, int6
                      panel.head[w + r] * first.head_stride + k0 + begin;
         if (has_next) PrefetchRow(natural[r] - begin + kBlock, kBlock);
       }
-      RowsToPanel(natural, whole, static_cast<T>(kLog2E), tile + begin * kPanel<T> + w, kPanel<T>);
+      RowsToPanel(natural, whole, static_cast<T>(kLog4E), tile + begin * kPanel<T> + w, kPanel<T>);
     }
     const int rest = end - begin - whole;
     if (rest == 0) continue;

@@ -90,8 +90,8 @@ struct AttentionTask {
   // true: out holds, per row of the task, head_dim_v sums before the division by l, in the
   // arithmetic type, dense [n_rows, head_dim_v] (a part of a split that is merged later).
   bool unnormalised;
-  // log2 state of each row of the task in the arithmetic type (f32, f64 for f64): sum_j exp(s_j) =
-  // l * 2^m; l = 0 if the row sees no key and has no sink. Both or none; written by
+  // log4 state of each row of the task in the arithmetic type (f32, f64 for f64): sum_j exp(s_j) =
+  // l * 4^m; l = 0 if the row sees no key and has no sink. Both or none; written by
   // attention, read by weights.
   void* state_m;
   void* state_l;

@@ -54,7 +54,7 @@ HWY_INLINE void ForPieces(const KeyBlock<T>& block, int begin, int end, F f) {
 template <class T>
 struct Panel {
   static constexpr int kW = kPanel<T>;
-  T* qt;  // [head_dim_qk][lane], times scale and log2(e)
+  T* qt;  // [head_dim_qk][lane], times scale and log4(e)
   PanelState<T> state;
   int64_t first_row;  // of the (batch, KV head)
   int n_rows = 0;
@@ -203,7 +203,7 @@ HWY_INLINE void StartState(const AttentionTask& task, Panel<T>* panel) {
   panel->has_out = false;
   if (!task.sinks) return;
   for (int w = 0; w < kPanel<T>; w++)
-    state.sum[w] = static_cast<T>(task.sinks[panel->head[w]] * kLog2E);
+    state.sum[w] = static_cast<T>(task.sinks[panel->head[w]] * kLog4E);
   for (int w = 0; w < kPanel<T>; w += kLanes<T>) {
     const Vec<T> logit = hn::Load(d, state.sum + w);
     const auto present = hn::Not(hn::Eq(logit, NegativeInfinity<T>()));
@@ -221,12 +221,12 @@ template <class T>
 HWY_INLINE void FillSteps(const AttentionTask& task, const PanelWork<T>& work,
                           const Panel<T>& panel, int64_t k0, ScoreSteps<T>* steps) {
   if (task.softcap > 0) {
-    steps->softcap = static_cast<T>(task.softcap * kLog2E);
+    steps->softcap = static_cast<T>(task.softcap * kLog4E);
     steps->capped_slope = work.capped_slope;
   }
   if (task.alibi_slopes) {
     for (int w = 0; w < kPanel<T>; w++) {
-      work.slope[w] = static_cast<T>(task.alibi_slopes[panel.head[w]] * kLog2E);
+      work.slope[w] = static_cast<T>(task.alibi_slopes[panel.head[w]] * kLog4E);
       work.position[w] = static_cast<T>(task.first_position + panel.token[w] - k0);
     }
     steps->slope = work.slope;

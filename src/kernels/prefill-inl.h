@@ -7,7 +7,7 @@
 //
 //   s^T[key][lane]  = K q^T                       QkRows, over tile-inl.h
 //   s^T             = masks, bias, softcap ...    softmax-inl.h, only where needed
-//   p^T             = 2^(s^T - reference)         ExpRows
+//   p^T             = 4^(s^T - reference)         ExpRows
 //   out^T[d][lane] += V^T p^T                     PvColumns, over tile-inl.h
 #if defined(QKV_KERNELS_PREFILL_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef QKV_KERNELS_PREFILL_INL_H_

@@ -50,7 +50,7 @@ HWY_NOINLINE void StoreWeights(const AttentionTask& task, const PanelWork<T>& wo
         T* s = work.s + at * kPanel<T> + w;
         const Vec<T> score = hn::Load(d, s);
         const auto hidden = hn::Eq(score, NegativeInfinity<T>());  // 0, even if the sum is NaN
-        hn::Store(hn::IfThenZeroElse(hidden, hn::Mul(Exp2(hn::Sub(score, reference)), factor)), d,
+        hn::Store(hn::IfThenZeroElse(hidden, hn::Mul(Exp4(hn::Sub(score, reference)), factor)), d,
                   s);
       }
     }

@@ -45,13 +45,13 @@ HWY_INLINE void PrefetchKeys(const AttentionTask& task) {
   }
 }
 
-// Q^T of a panel, times scale and log2(e). Whole vectors of rows in the arithmetic type are read in place; other types, the
+// Q^T of a panel, times scale and log4(e). Whole vectors of rows in the arithmetic type are read in place; other types, the
 // end of a row and lanes without a row go through work.rows.
 template <class T>
 HWY_INLINE void PackQueries(const AttentionTask& task, const PanelWork<T>& work,
                             const Panel<T>* next, Panel<T>* panel) {
-  const double to_log2 = task.softcap > 0 ? 1.0 / task.softcap : kLog2E;
-  const T factor = static_cast<T>(task.scale * to_log2);
+  const double to_log4 = task.softcap > 0 ? 1.0 / task.softcap : kLog4E;
+  const T factor = static_cast<T>(task.scale * to_log4);
   const int64_t stride = work.k_stride, dim = task.head_dim_qk;
   for (int w = 0; w < panel->n_rows; w += kLanes<T>) {  // vectors without any row are never read
     const T* rows[kLanes<T>];

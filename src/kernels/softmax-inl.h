@@ -4,7 +4,7 @@
 // Gimelshein, arXiv:1805.02867.
 //
 // The reference of a row is the largest score of its first block and is raised only when a score
-// passes it by more than 8: corrections are rare. A row that sees one key has weight 2^0: its value
+// passes it by more than 8 in units of log 2: corrections are rare. A row that sees one key has weight 4^0: its value
 // comes out bit for bit, and equal scores weigh exactly the same. Scores are kept without it and lose it right before exp: as a
 // start value of the products it would save that subtraction (1 % at head dim 64) but round every
 // score in another way in each block, so that equal scores differ and weights do not sum to 1.
@@ -23,9 +23,9 @@ HWY_BEFORE_NAMESPACE();
 namespace qkv::kernels {
 namespace HWY_NAMESPACE {
 
-inline constexpr double kLog2E = 1.4426950408889634074;
+inline constexpr double kLog4E = 0.72134752044448170368;
 inline constexpr double kRaiseAbove =
-    8.0;  // 2^8 * n_kv stays far from overflow; FlashAttention 4 uses the same bound
+    4.0;  // 4^4 * n_kv stays far from overflow; FlashAttention 4 uses the same bound
 
 template <class T>
 using LaneInt = hn::TFromD<hn::RebindToSigned<Tag<T>>>;
@@ -37,7 +37,7 @@ HWY_INLINE Vec<T> NegativeInfinity() {
 }
 
 // What is done to the scores of one panel in one key block. Pointers to lane vectors have kPanel<T>
-// elements; nullptr means that the step is not wanted. Everything is in log2 units.
+// elements; nullptr means that the step is not wanted. Everything is in log4 units.
 template <class T>
 struct ScoreSteps {
   T softcap;          // > 0: s = softcap * tanh(s)
@@ -166,7 +166,7 @@ HWY_NOINLINE void Raise(const PanelState<T>& state, const T* HWY_RESTRICT max, i
               d, state.threshold + w);
     const auto correct = hn::And(raise, started);
     if (hn::AllFalse(d, correct)) continue;
-    const Vec<T> factor = hn::IfThenElse(correct, Exp2(hn::Sub(old, reference)), hn::Set(d, T{1}));
+    const Vec<T> factor = hn::IfThenElse(correct, Exp4(hn::Sub(old, reference)), hn::Set(d, T{1}));
     hn::Store(hn::Mul(hn::Load(d, state.sum + w), factor), d, state.sum + w);
     for (int64_t x = 0; x < head_dim_v; x++) {
       T* at = state.out + x * kPanel<T> + w;
@@ -175,7 +175,7 @@ HWY_NOINLINE void Raise(const PanelState<T>& state, const T* HWY_RESTRICT max, i
   }
 }
 
-// s = 2^(s - reference) in place, sum += s, for n keys and kVectors vectors.
+// s = 4^(s - reference) in place, sum += s, for n keys and kVectors vectors.
 template <class T, int kVectors>
 HWY_NOINLINE void ExpRows(T* HWY_RESTRICT s, const T* HWY_RESTRICT reference, T* HWY_RESTRICT sum,
                           int n) {
@@ -188,7 +188,7 @@ HWY_NOINLINE void ExpRows(T* HWY_RESTRICT s, const T* HWY_RESTRICT reference, T*
   });
   const auto row = [&](T* at) HWY_ATTR {
     Each<kVectors>([&](auto v) HWY_ATTR {
-      const Vec<T> p = Exp2(hn::Sub(hn::Load(d, at + v * kLanes<T>), m[v]));
+      const Vec<T> p = Exp4(hn::Sub(hn::Load(d, at + v * kLanes<T>), m[v]));
       hn::Store(p, d, at + v * kLanes<T>);
       total[v] = hn::Add(total[v], p);
     });

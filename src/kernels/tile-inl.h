@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tier: kernel (compiled once per Highway target). The register tile under every product of the
-// library, exp2, and the coding rules that make gcc 12 and clang 14 both keep the accumulators in
+// library, 4^s, and the coding rules that make gcc 12 and clang 14 both keep the accumulators in
 // registers:
 //   - accumulators are a plain local array indexed by compile-time constants only (Each);
 //   - each loaded panel vector is pinned by value (Pin), never by reference to an array element;
@@ -143,27 +143,33 @@ HWY_INLINE V AtLeast(V low, V s) {
 #endif
 }
 
-// 2^s, for s <= 127. Exact at s = 0 and exactly 0 for s <= -127 (-inf too): a hidden score needs no
-// other treatment. NaN stays NaN. f32: degree 5 with constant term 1 (own minimax fit), 2.1 ulp.
-// f64: Taylor, degree 13, about 1 ulp.
-HWY_INLINE Vec<float> Exp2(Vec<float> s) {
+// 4^s, for s < 64. Exact at s = 0 and exactly 0 for s <= -63.5 (-inf too): a hidden score needs no other
+// treatment. NaN stays NaN. Base 4 because log4(e) < 1: no finite score overflows on its way here.
+// f32: 2^(2s) with degree 5 and constant term 1 (own minimax fit), 2.1 ulp. f64: Taylor, degree 13,
+// about 1 ulp.
+HWY_INLINE Vec<float> Exp4(Vec<float> s) {
   const Tag<float> d;
 #if HWY_TARGET <= HWY_AVX3
   // For s = -inf, f and the polynomial are NaN, but vscalefps of NaN by -inf is 0 by definition; it
   // also underflows by itself. The only intrinsic here. vreduceps for f is slower (5.0 against 3.5
   // cycles per vector on Zen 5).
+  constexpr float kF = 1.0f;
+  s = hn::Add(s, s);
   const Vec<float> r = hn::Round(s);
   const Vec<float> f = hn::Sub(s, r);
 #else
-  s = AtLeast(hn::Set(d, -127.0f), s);
-  const Vec<float> magic = hn::Set(d, 12582912.0f);  // 1.5 * 2^23: leaves round(s) in the low bits
+  // t holds 2s rounded in its low bits, f is half of what is left.
+  constexpr float kF = 2.0f;
+  s = AtLeast(hn::Set(d, -63.5f), s);
+  const Vec<float> magic = hn::Set(d, 6291456.0f);  // 1.5 * 2^22
   const Vec<float> t = hn::Add(s, magic);
   const Vec<float> f = hn::Sub(s, hn::Sub(t, magic));
 #endif
-  Vec<float> p = hn::MulAdd(hn::Set(d, 0.0013264727f), f, hn::Set(d, 0.0096715127f));
-  p = hn::MulAdd(p, f, hn::Set(d, 0.055507337f));
-  p = hn::MulAdd(p, f, hn::Set(d, 0.24022242f));
-  p = hn::MulAdd(p, f, hn::Set(d, 0.693146978f));
+  Vec<float> p = hn::MulAdd(hn::Set(d, 0.0013264727f * kF * kF * kF * kF * kF), f,
+                            hn::Set(d, 0.0096715127f * kF * kF * kF * kF));
+  p = hn::MulAdd(p, f, hn::Set(d, 0.055507337f * kF * kF * kF));
+  p = hn::MulAdd(p, f, hn::Set(d, 0.24022242f * kF * kF));
+  p = hn::MulAdd(p, f, hn::Set(d, 0.693146978f * kF));
   p = hn::MulAdd(p, f, hn::Set(d, 1.0f));
 #if HWY_TARGET <= HWY_AVX3
   return Vec<float>{_mm512_scalef_ps(p.raw, r.raw)};
@@ -174,17 +180,17 @@ HWY_INLINE Vec<float> Exp2(Vec<float> s) {
 }
 
 #if HWY_HAVE_FLOAT64
-HWY_INLINE Vec<double> Exp2(Vec<double> s) {
+HWY_INLINE Vec<double> Exp4(Vec<double> s) {
   const Tag<double> d;
   constexpr double kCoefficients[] = {
-      // ln(2)^k / k!, k = 13 ... 1
-      1.3691488853904128e-12, 2.5678435993488201e-11, 4.4455382718708116e-10,
-      7.0549116208011233e-09, 1.0178086009239699e-07, 1.3215486790144310e-06,
-      1.5252733804059841e-05, 1.5403530393381608e-04, 1.3333558146428443e-03,
-      9.6181291076284772e-03, 5.5504108664821580e-02, 2.4022650695910071e-01,
-      6.9314718055994531e-01};
-  s = AtLeast(hn::Set(d, -1023.0), s);
-  const Vec<double> magic = hn::Set(d, 6755399441055744.0);  // 1.5 * 2^52
+      // ln(4)^k / k!, k = 13 ... 1
+      1.3691488853904128e-12 * 8192, 2.5678435993488201e-11 * 4096, 4.4455382718708116e-10 * 2048,
+      7.0549116208011233e-09 * 1024, 1.0178086009239699e-07 * 512,  1.3215486790144310e-06 * 256,
+      1.5252733804059841e-05 * 128,  1.5403530393381608e-04 * 64,   1.3333558146428443e-03 * 32,
+      9.6181291076284772e-03 * 16,   5.5504108664821580e-02 * 8,    2.4022650695910071e-01 * 4,
+      6.9314718055994531e-01 * 2};
+  s = AtLeast(hn::Set(d, -511.5), s);
+  const Vec<double> magic = hn::Set(d, 3377699720527872.0);  // 1.5 * 2^51: t holds 2s rounded
   const Vec<double> t = hn::Add(s, magic);
   const Vec<double> f = hn::Sub(s, hn::Sub(t, magic));
   Vec<double> p = hn::Set(d, kCoefficients[0]);

@@ -8,10 +8,6 @@ from support import HAS_SHARED, SHARED, assert_close, from_dtype, mask_of, needs
 import qkv
 
 CASES = read_json("attention_cases", "index.json")["cases"] if HAS_SHARED else []
-# Scores beyond 2.3e38 overflow in the log2 units of the float32 kernels.
-KNOWN = {("extreme_011", "lse", "f32")}
-# Hidden keys of 3e38 overflow the float32 scores of the backward kernels.
-KNOWN |= {(f"nan_masked_{case}", name, "f32") for case in ("012", "014") for name in ("dq", "dk")}
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
 
 
@@ -44,7 +40,7 @@ def test_golden_cases(tensors, dtype):
             names = ["dq", "dk", "dv"] + ["dbias"] * ("bias" in t) + ["dsinks"] * ("sinks" in t)
             got.update(zip(names, grads, strict=True))
         for name in got:
-            if name not in want or (case["name"], name, dtype) in KNOWN:
+            if name not in want:
                 continue
             tolerance = case["tol_f32"][name]
             if dtype == "f64":
