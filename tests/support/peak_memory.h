@@ -43,11 +43,18 @@ class PeakMemory {
 __attribute__((noinline)) void* operator new(size_t n) {
   return qkv::test::counted(std::malloc(n ? n : 1));
 }
+__attribute__((noinline)) void* operator new(size_t n, const std::nothrow_t&) noexcept {
+  void* p = std::malloc(n ? n : 1);
+  return p ? qkv::test::counted(p) : nullptr;
+}
 __attribute__((noinline)) void* operator new(size_t n, std::align_val_t alignment) {
   const auto a = static_cast<size_t>(alignment);
   return qkv::test::counted(std::aligned_alloc(a, (n + a - 1) / a * a));
 }
 __attribute__((noinline)) void operator delete(void* p) noexcept { qkv::test::uncounted(p); }
+__attribute__((noinline)) void operator delete(void* p, const std::nothrow_t&) noexcept {
+  qkv::test::uncounted(p);
+}
 __attribute__((noinline)) void operator delete(void* p, size_t) noexcept {
   qkv::test::uncounted(p);
 }
