@@ -26,12 +26,17 @@ inline constexpr int kDecodeRows = 13;
 // Products are written four at a time.
 inline constexpr int kScoreStride = kBlock + 16;
 
-struct DecodePiece {
-  const void* k;
-  const void* v;
-  int64_t k_stride, v_stride;
-  int begin, end;  // keys, relative to the block
+// Keys that one round of products takes, in one block; they may lie in several segments.
+struct KeyRun {
+  const KvSegment* segment;  // of the first key
+  int64_t begin;
+  int n;  // 0: no more keys
 };
+// K (or V) of a run fills a third of L1, so that the next one fits beside it.
+inline constexpr int64_t kRunBytes = 16 * 1024;
+inline constexpr int kMinRun = 16;  // a multiple of the lanes
+// Below this, K and V are likely in a cache already.
+inline constexpr int64_t kFetchAheadBytes = 256 * 1024;
 
 // The state of one task; arrays are carved from AttentionTask::scratch.
 template <class T>
@@ -43,10 +48,8 @@ struct DecodeWork {
   T* out;  // [row][head_dim_v], unnormalised
   T* sum;  // [row][lane]
   T* bias;
-  T *k, *v;  // a converted block, where the target cannot convert in registers
+  T *k, *v;  // a converted run, where the target cannot convert in registers
   int64_t q_stride, out_stride;
-  int n_pieces;
-  DecodePiece piece[kBlock];
 
   template <class Take>
   static void layout(int64_t head_dim_qk, int64_t head_dim_v, DecodeWork* work, Take take) {
@@ -124,62 +127,116 @@ HWY_INLINE RowRange StartDecode(const AttentionTask& task, DecodeWork<T>* work) 
   return needed;
 }
 
-// The stored rows of the keys [from, to) of the block at k0.
-template <class T>
-HWY_INLINE void FindPieces(const AttentionTask& task, int64_t k0, int from, int to,
-                           DecodeWork<T>* work) {
-  int64_t low = 0,
-          high = task.n_segments;  // the last segment that begins at or before the first key
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (task.segments[middle].begin <= k0 + from ? low : high) = middle;
-  }
-  work->n_pieces = 0;
-  for (int key = from; key < to; low++) {
-    const KvSegment& segment = task.segments[low];
-    const int64_t skip = k0 + key - segment.begin;
-    const int end =
-        static_cast<int>(HWY_MIN(segment.count - skip, static_cast<int64_t>(to - key))) + key;
-    DecodePiece* piece = &work->piece[work->n_pieces++];
-    *piece = {Advance(segment.k, task.kv_dtype, skip * task.k_row_stride),
-              Advance(segment.v, task.kv_dtype, skip * task.v_row_stride),
-              task.k_row_stride,
-              task.v_row_stride,
-              key,
-              end};
-    key = end;
-  }
-}
-
-// Converts the pieces into the arithmetic type.
-template <class T>
-HWY_NOINLINE void ConvertPieces(const AttentionTask& task, DecodeWork<T>* work) {
-  for (int i = 0; i < work->n_pieces; i++) {
-    DecodePiece* piece = &work->piece[i];
-    T* k = work->k + piece->begin * work->q_stride;
-    T* v = work->v + piece->begin * work->out_stride;
-    for (int64_t x = 0; x < piece->end - piece->begin; x++) {
-      LoadRow(Advance(piece->k, task.kv_dtype, x * piece->k_stride), task.kv_dtype,
-              task.head_dim_qk, T{1}, k + x * work->q_stride);
-      LoadRow(Advance(piece->v, task.kv_dtype, x * piece->v_stride), task.kv_dtype, task.head_dim_v,
-              T{1}, v + x * work->out_stride);
+// Walks over the keys of a task, run by run. Runs end at multiples of run_keys whatever the segments
+// are, so bits do not depend on how a cache is laid out.
+template <class Stored>
+class RunWalk {
+ public:
+  RunWalk(const AttentionTask& task, const RowRange& keys) : next_{}, end_(keys.hi) {
+    const int64_t row_bytes =
+        HWY_MAX(task.head_dim_qk, task.head_dim_v) * static_cast<int64_t>(sizeof(Stored));
+    run_keys_ = kBlock;
+    while (run_keys_ > kMinRun && run_keys_ * row_bytes > kRunBytes) run_keys_ /= 2;
+    int64_t low = 0, high = task.n_segments;  // the last segment that begins at or before the key
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (task.segments[middle].begin <= keys.lo ? low : high) = middle;
     }
-    piece->k = k, piece->v = v;
-    piece->k_stride = work->q_stride, piece->v_stride = work->out_stride;
+    next_.segment = task.segments + low, next_.begin = keys.lo;
+  }
+  KeyRun next() {
+    const int64_t stop = HWY_MIN((next_.begin / run_keys_ + 1) * run_keys_, end_);
+    next_.n = static_cast<int>(HWY_MAX(stop - next_.begin, int64_t{0}));
+    const KeyRun run = next_;
+    if (run.n == 0) return run;
+    next_.begin = stop;
+    while (next_.begin < end_ && next_.segment->begin + next_.segment->count <= stop)
+      next_.segment++;
+    return run;
+  }
+
+ private:
+  KeyRun next_;
+  int64_t end_, run_keys_;
+};
+
+// Where the products read keys of a run: in place or converted, in one piece of memory.
+template <class KV>
+struct RunPiece {
+  const KV *k, *v;
+  int64_t k_stride, v_stride;
+  int from, to;  // keys, relative to the block
+};
+
+// f(piece) for the segments that a run lies in.
+template <class KV, class F>
+HWY_INLINE void ForSegments(const AttentionTask& task, const KeyRun& run, F f) {
+  const int first = static_cast<int>(run.begin % kBlock);
+  const KvSegment* segment = run.segment;
+  for (int x = 0; x < run.n; segment++) {
+    const int64_t skip = run.begin + x - segment->begin;
+    const int n = static_cast<int>(HWY_MIN(segment->count - skip, static_cast<int64_t>(run.n - x)));
+    f(RunPiece<KV>{static_cast<const KV*>(segment->k) + skip * task.k_row_stride,
+                   static_cast<const KV*>(segment->v) + skip * task.v_row_stride, task.k_row_stride,
+                   task.v_row_stride, first + x, first + x + n});
+    x += n;
   }
 }
 
-// Scores of all rows in one block. Returns true if some row must not see some of these keys.
-template <class T, class KV, bool kConvert>
-HWY_INLINE bool DecodeScores(const AttentionTask& task, const KeySpan<T>& span, bool dense,
-                             DecodeWork<T>* work) {
-  FindPieces(task, span.k0, span.from, span.to, work);
-  if constexpr (kConvert) ConvertPieces(task, work);
-  for (int i = 0; i < work->n_pieces; i++) {
-    const DecodePiece& piece = work->piece[i];
-    Dot(static_cast<const KV*>(piece.k), piece.k_stride, task.head_dim_qk, work->q, work->q_stride,
-        work->rows, work->s + piece.begin, kScoreStride, piece.end - piece.begin);
+// A run in the arithmetic type, at its place in the buffers of a block.
+template <class T, class Stored>
+HWY_NOINLINE void ConvertRun(const AttentionTask& task, const KeyRun& run, DecodeWork<T>* work) {
+  ForSegments<Stored>(task, run, [&](const RunPiece<Stored>& piece) HWY_ATTR {
+    for (int x = piece.from; x < piece.to; x++) {
+      const int64_t row = x - piece.from;
+      LoadRow(piece.k + row * piece.k_stride, task.kv_dtype, task.head_dim_qk, T{1},
+              work->k + x * work->q_stride);
+      LoadRow(piece.v + row * piece.v_stride, task.kv_dtype, task.head_dim_v, T{1},
+              work->v + x * work->out_stride);
+    }
+  });
+}
+
+template <class T, class KV, class Stored, class F>
+HWY_INLINE void ForRunPieces(const AttentionTask& task, const KeyRun& run,
+                             const DecodeWork<T>& work, F f) {
+  if constexpr (sizeof(KV) == sizeof(Stored)) {
+    ForSegments<KV>(task, run, f);
+  } else {
+    const int from = static_cast<int>(run.begin % kBlock);
+    f(RunPiece<KV>{work.k + from * work.q_stride, work.v + from * work.out_stride, work.q_stride,
+                   work.out_stride, from, from + run.n});
   }
+}
+
+// Rows to fetch: those of one operand that follow `row` in its segment.
+template <class Stored>
+HWY_INLINE Ahead RowsOf(const Stored* row, int64_t stride, int64_t dim, int64_t n) {
+  const auto bytes = static_cast<int64_t>(sizeof(Stored));
+  return {reinterpret_cast<const char*>(row), stride * bytes, dim * bytes, n, 0};
+}
+// K of a run, as far as it lies in one segment.
+template <class Stored>
+HWY_INLINE Ahead KeysOf(const AttentionTask& task, const KeyRun& run) {
+  if (run.n == 0) return {};
+  const int64_t skip = run.begin - run.segment->begin;
+  return RowsOf(static_cast<const Stored*>(run.segment->k) + skip * task.k_row_stride,
+                task.k_row_stride, task.head_dim_qk,
+                HWY_MIN(run.segment->count - skip, static_cast<int64_t>(run.n)));
+}
+
+// Scores of all rows against one run; its values are fetched meanwhile. Returns true if some row must
+// not see some of these keys.
+template <class T, class KV, class Stored>
+HWY_INLINE bool RunScores(const AttentionTask& task, const KeyRun& run, const KeySpan<T>& span,
+                          bool dense, bool fetch, DecodeWork<T>* work) {
+  if constexpr (sizeof(KV) != sizeof(Stored)) ConvertRun<T, Stored>(task, run, work);
+  ForRunPieces<T, KV, Stored>(task, run, *work, [&](const RunPiece<KV>& piece) HWY_ATTR {
+    const int n = piece.to - piece.from;
+    const Ahead values = RowsOf(piece.v, piece.v_stride, task.head_dim_v, fetch ? n : 0);
+    Dot(piece.k, piece.k_stride, task.head_dim_qk, work->q, work->q_stride, work->rows,
+        work->s + piece.from, kScoreStride, n, values);
+  });
   bool masked = dense || task.q_ids;
   for (int r = 0; r < work->rows; r++) {
     const DecodeRow<T>& row = work->row[r];
@@ -189,51 +246,10 @@ HWY_INLINE bool DecodeScores(const AttentionTask& task, const KeySpan<T>& span, 
   return masked;
 }
 
-template <class T, class KV>
-HWY_INLINE bool RowIsFinite(const KV* v, int64_t dim) {  // x * 0 is not 0 for NaN and Inf
-  const Tag<T> d;
-  const Vec<T> zero = hn::Zero(d);
-  Vec<T> sum = zero;
-  int64_t x = 0;
-  for (; x + kLanes<T> <= dim; x += kLanes<T>) sum = hn::MulAdd(LoadKv(v + x), zero, sum);
-  if (x < dim) sum = hn::MulAdd(LoadKvTail<T>(v + x, static_cast<int>(dim - x)), zero, sum);
-  return hn::AllTrue(d, hn::Eq(sum, zero));
-}
-
-// The second product where some rows must not see some keys: runs of keys that cannot do harm go to all rows together; a
-// value row with NaN or Inf goes, one by one, to the rows that see it.
-template <class T, class KV>
-HWY_NOINLINE void AddMasked(const AttentionTask& task, const DecodeWork<T>& work,
-                            const DecodePiece& piece) {
-  const KV* v = static_cast<const KV*>(piece.v);
-  const auto hidden = [&](int r, int x)
-                          HWY_ATTR { return __builtin_signbit(work.s[r * kScoreStride + x]) != 0; };
-  const auto add = [&](int first_row, int rows, int begin, int end) HWY_ATTR {
-    Add(v + (begin - piece.begin) * piece.v_stride, piece.v_stride, task.head_dim_v,
-        work.s + first_row * kScoreStride + begin, kScoreStride, rows,
-        work.out + first_row * work.out_stride, work.out_stride, end - begin);
-  };
-  int begin = piece.begin;
-  for (int x = piece.begin; x < piece.end; x++) {
-    bool any = false;
-    for (int r = 0; r < work.rows; r++) any |= hidden(r, x);
-    if (!any || RowIsFinite<T>(v + (x - piece.begin) * piece.v_stride, task.head_dim_v)) continue;
-    if (begin < x) add(0, work.rows, begin, x);
-    for (int r = 0; r < work.rows; r++) {
-      if (!hidden(r, x)) add(r, 1, x, x + 1);
-    }
-    begin = x + 1;
-  }
-  if (begin < piece.end) add(0, work.rows, begin, piece.end);
-}
-
-template <class T, class KV, bool kConvert>
-HWY_INLINE void DecodeBlock(const AttentionTask& task, const KeySpan<T>& span,
-                            DecodeWork<T>* work) {
-  const DenseUse use =
-      UseOfDense(task, work->row[0].token, work->row[work->rows - 1].token, span.k0 / kBlock);
-  if (use == DenseUse::hidden) return;
-  const bool masked = DecodeScores<T, KV, kConvert>(task, span, use == DenseUse::some, work);
+// s becomes weights; sums and references of all rows.
+template <class T>
+HWY_INLINE void RunSoftmax(const AttentionTask& task, const KeySpan<T>& span, bool masked,
+                           DecodeWork<T>* work) {
   for (int r = 0; r < work->rows; r++) {
     DecodeRow<T>* row = &work->row[r];
     T* s = work->s + r * kScoreStride;
@@ -249,15 +265,74 @@ HWY_INLINE void DecodeBlock(const AttentionTask& task, const KeySpan<T>& span,
     }
     if (task.dropout > 0) DropRow(task, *row, span, s);
   }
-  for (int i = 0; i < work->n_pieces; i++) {
-    const DecodePiece& piece = work->piece[i];
-    if (HWY_UNLIKELY(masked)) {
-      AddMasked<T, KV>(task, *work, piece);
-    } else {
-      Add(static_cast<const KV*>(piece.v), piece.v_stride, task.head_dim_v, work->s + piece.begin,
-          kScoreStride, work->rows, work->out, work->out_stride, piece.end - piece.begin);
+}
+
+template <class T, class KV>
+HWY_INLINE bool RowIsFinite(const KV* v, int64_t dim) {  // x * 0 is not 0 for NaN and Inf
+  const Tag<T> d;
+  const Vec<T> zero = hn::Zero(d);
+  Vec<T> sum = zero;
+  int64_t x = 0;
+  for (; x + kLanes<T> <= dim; x += kLanes<T>) sum = hn::MulAdd(LoadKv(v + x), zero, sum);
+  if (x < dim) sum = hn::MulAdd(LoadKvTail<T>(v + x, static_cast<int>(dim - x)), zero, sum);
+  return hn::AllTrue(d, hn::Eq(sum, zero));
+}
+
+// The second product where some rows must not see some keys: keys that cannot do harm go to all
+// rows together; a value row with NaN or Inf goes, one by one, to the rows that see it.
+template <class T, class KV>
+HWY_NOINLINE void AddMasked(const AttentionTask& task, const RunPiece<KV>& piece,
+                            const DecodeWork<T>& work) {
+  const auto hidden = [&](int r, int x)
+                          HWY_ATTR { return __builtin_signbit(work.s[r * kScoreStride + x]) != 0; };
+  const auto value = [&](int x) HWY_ATTR { return piece.v + (x - piece.from) * piece.v_stride; };
+  const auto add = [&](int first_row, int n_rows, int begin, int end) HWY_ATTR {
+    Add(value(begin), piece.v_stride, task.head_dim_v, work.s + first_row * kScoreStride + begin,
+        kScoreStride, n_rows, work.out + first_row * work.out_stride, work.out_stride, end - begin,
+        Ahead());
+  };
+  int begin = piece.from;
+  for (int x = piece.from; x < piece.to; x++) {
+    bool any = false;
+    for (int r = 0; r < work.rows; r++) any |= hidden(r, x);
+    if (!any || RowIsFinite<T>(value(x), task.head_dim_v)) continue;
+    if (begin < x) add(0, work.rows, begin, x);
+    for (int r = 0; r < work.rows; r++) {
+      if (!hidden(r, x)) add(r, 1, x, x + 1);
     }
+    begin = x + 1;
   }
+  if (begin < piece.to) add(0, work.rows, begin, piece.to);
+}
+
+template <class T>
+HWY_INLINE KeySpan<T> SpanOf(const KeyRun& run) {
+  const int from = static_cast<int>(run.begin % kBlock);
+  return {run.begin - from, from, from + run.n};
+}
+
+template <class T>
+HWY_INLINE DenseUse DenseOf(const AttentionTask& task, const DecodeWork<T>& work,
+                            const KeySpan<T>& span) {
+  return UseOfDense(task, work.row[0].token, work.row[work.rows - 1].token, span.k0 / kBlock);
+}
+
+// V of a run is fetched during its first product, K of the next run during its second.
+template <class T, class KV, class Stored>
+HWY_INLINE void AttendRun(const AttentionTask& task, const KeyRun& run, const KeyRun& next,
+                          bool fetch, DecodeWork<T>* work) {
+  const KeySpan<T> span = SpanOf<T>(run);
+  const DenseUse use = DenseOf(task, *work, span);
+  if (use == DenseUse::hidden) return;
+  const bool masked = RunScores<T, KV, Stored>(task, run, span, use == DenseUse::some, fetch, work);
+  RunSoftmax(task, span, masked, work);
+  Ahead keys = fetch ? KeysOf<Stored>(task, next) : Ahead();
+  ForRunPieces<T, KV, Stored>(task, run, *work, [&](const RunPiece<KV>& piece) HWY_ATTR {
+    if (HWY_UNLIKELY(masked)) return AddMasked(task, piece, *work);
+    Add(piece.v, piece.v_stride, task.head_dim_v, work->s + piece.from, kScoreStride, work->rows,
+        work->out, work->out_stride, piece.to - piece.from, keys);
+    keys.rows = 0;
+  });
 }
 
 // Writes the rows of a task, and their state.
@@ -290,18 +365,18 @@ HWY_INLINE void StoreDecode(const AttentionTask& task, const DecodeWork<T>& work
   }
 }
 
-// Calls f(element type of K and V in registers, whether blocks are converted first).
+// Calls f(type of K and V in the products, type of K and V in memory).
 template <class T, class F>
 HWY_INLINE void WithKv(DType dtype, F f) {
   if constexpr (sizeof(T) == 8) {
-    f(T{}, std::false_type());
+    f(T{}, T{});
   } else {
-    if (dtype == DType::f32) return f(float{}, std::false_type());
-    if (dtype == DType::bf16) return f(bf16_t{}, std::false_type());
+    if (dtype == DType::f32) return f(float{}, float{});
+    if (dtype == DType::bf16) return f(bf16_t{}, bf16_t{});
 #if QKV_HAS_F16
-    f(f16_t{}, std::false_type());
+    f(f16_t{}, f16_t{});
 #else
-    f(float{}, std::true_type());
+    f(float{}, f16_t{});
 #endif
   }
 }
@@ -310,10 +385,15 @@ template <class T>
 void Decode(const AttentionTask& task) {
   DecodeWork<T> work;
   const RowRange needed = StartDecode(task, &work);
-  WithKv<T>(task.kv_dtype, [&](auto kv, auto convert) HWY_ATTR {
-    for (int64_t k0 = needed.lo / kBlock * kBlock; k0 < needed.hi; k0 += kBlock) {
-      const KeySpan<T> span = {k0, Within(needed.lo - k0), Within(needed.hi - k0)};
-      DecodeBlock<T, decltype(kv), convert>(task, span, &work);
+  WithKv<T>(task.kv_dtype, [&](auto kv, auto stored) HWY_ATTR {
+    using Stored = decltype(stored);
+    const int64_t bytes = (needed.hi - needed.lo) * (task.head_dim_qk + task.head_dim_v) *
+                          static_cast<int64_t>(sizeof(Stored));
+    RunWalk<Stored> walk(task, needed);
+    for (KeyRun run = walk.next(); run.n;) {
+      const KeyRun next = walk.next();
+      AttendRun<T, decltype(kv), Stored>(task, run, next, bytes > kFetchAheadBytes, &work);
+      run = next;
     }
   });
   StoreDecode(task, work);
@@ -327,21 +407,28 @@ void DecodeWeights(const AttentionTask& task) {
   const RowRange needed = StartDecode(task, &work);
   const T* m = static_cast<const T*>(task.state_m);
   const T* l = static_cast<const T*>(task.state_l);
-  const auto at = [&](int r) HWY_ATTR {
+  const auto weights = [&](int r) HWY_ATTR {
     return static_cast<T*>(task.weights) + work.row[r].token * task.weights_token_stride +
            work.row[r].head * task.weights_head_stride;
   };
-  WithKv<T>(task.kv_dtype, [&](auto kv, auto convert) HWY_ATTR {
-    for (int64_t k0 = 0; k0 < task.n_weights; k0 += kBlock) {
-      const int n = Within(task.n_weights - k0);
-      KeySpan<T> span = {k0, Within(needed.lo - k0), Within(needed.hi - k0)};
-      const DenseUse use =
-          UseOfDense(task, work.row[0].token, work.row[work.rows - 1].token, k0 / kBlock);
-      if (span.from >= span.to || use == DenseUse::hidden) {
-        span.from = span.to = 0;
-      } else {
-        DecodeScores<T, decltype(kv), convert>(task, span, use == DenseUse::some, &work);
+  const auto clear = [&](int64_t begin, int64_t end) HWY_ATTR {
+    for (int r = 0; r < work.rows; r++) {
+      for (int64_t j = begin; j < end; j++) weights(r)[j] = 0;
+    }
+  };
+  clear(0, HWY_MIN(needed.lo, task.n_weights));
+  clear(HWY_MAX(needed.hi, 0), task.n_weights);
+  WithKv<T>(task.kv_dtype, [&](auto kv, auto stored) HWY_ATTR {
+    using Stored = decltype(stored);
+    RunWalk<Stored> walk(task, needed);
+    for (KeyRun run = walk.next(); run.n; run = walk.next()) {
+      const KeySpan<T> span = SpanOf<T>(run);
+      const DenseUse use = DenseOf(task, work, span);
+      if (use == DenseUse::hidden) {
+        clear(run.begin, run.begin + run.n);
+        continue;
       }
+      RunScores<T, decltype(kv), Stored>(task, run, span, use == DenseUse::some, false, &work);
       for (int r = 0; r < work.rows; r++) {
         T* s = work.s + r * kScoreStride;
         const Vec<T> factor = hn::Set(d, l[r] == 0 ? T{0} : 1 / l[r]), reference = hn::Set(d, m[r]);
@@ -349,10 +436,8 @@ void DecodeWeights(const AttentionTask& task) {
           const auto hidden = hn::Eq(score, NegativeInfinity<T>());
           return hn::IfThenZeroElse(hidden, hn::Mul(Exp4(hn::Sub(score, reference)), factor));
         });
-        T* row = at(r) + k0;
-        for (int x = 0; x < span.from; x++) row[x] = 0;
+        T* row = weights(r) + span.k0;
         for (int x = span.from; x < span.to; x++) row[x] = s[x];
-        for (int x = span.to; x < n; x++) row[x] = 0;
       }
     }
   });

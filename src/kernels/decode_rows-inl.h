@@ -10,6 +10,7 @@
 #define QKV_KERNELS_DECODE_ROWS_INL_H_
 #endif
 
+#include "hwy/cache_control.h"
 #include "kernels/convert-inl.h"
 #include "kernels/tile-inl.h"
 
@@ -136,49 +137,66 @@ HWY_INLINE void StoreTail(Vec<T> v, int n, T* p) {
 #endif
 }
 
-// s[r][x] = q[r] . k[x] for kRows rows and n keys, four keys at a time: up to three scores behind the last are garbage.
-// q rows are padded with zeros to whole vectors.
+// Rows that are needed next: fetched into L1 a few at a time between the products, so that memory
+// works while the cores do. Without it the time of a group of heads is the sum of both.
+struct Ahead {
+  const char* row = nullptr;
+  int64_t step_bytes = 0, row_bytes = 0;
+  int64_t rows = 0;       // still to be fetched
+  int64_t per_strip = 0;  // rows per strip of kStrip keys
+};
+inline constexpr int kStrip = 4;
+
+HWY_INLINE void FetchStrip(Ahead* ahead) {
+  for (int64_t i = HWY_MIN(ahead->per_strip, ahead->rows); i > 0; i--) {
+    for (int64_t x = 0; x < ahead->row_bytes; x += 64) hwy::Prefetch(ahead->row + x);
+    ahead->row += ahead->step_bytes;
+    ahead->rows--;
+  }
+}
+
+// s[r][x] = q[r] . k[x] for kRows rows and n keys, a strip at a time: up to three scores behind the
+// last are garbage. q rows are padded with zeros to whole vectors.
 template <class T, class KV, int kRows>
 HWY_NOINLINE void DotRows(const KV* HWY_RESTRICT k, int64_t k_stride, int64_t dim,
                           const T* HWY_RESTRICT q, int64_t q_stride, T* HWY_RESTRICT s,
-                          int64_t s_stride, int n) {
+                          int64_t s_stride, int n, Ahead* ahead) {
   const Tag<T> d;
   const int64_t whole = dim / kLanes<T> * kLanes<T>;
   const int tail = static_cast<int>(dim - whole);
-  for (int x = 0; x < n; x += 4) {
-    const KV* row[4];
-    for (int i = 0; i < 4; i++) row[i] = k + HWY_MIN(x + i, n - 1) * k_stride;
-    Vec<T> acc[kRows][4];
+  for (int x = 0; x < n; x += kStrip) {
+    const KV *k0 = k + x * k_stride, *k1 = x + 1 < n ? k0 + k_stride : k0,
+             *k2 = x + 2 < n ? k1 + k_stride : k1, *k3 = x + 3 < n ? k2 + k_stride : k2;
+    FetchStrip(ahead);
+    Vec<T> acc[kRows][kStrip];
     Each<kRows>([&](auto r)
-                    HWY_ATTR { Each<4>([&](auto i) HWY_ATTR { acc[r][i] = hn::Zero(d); }); });
-    const auto add = [&](int64_t u, Vec<T> k0, Vec<T> k1, Vec<T> k2, Vec<T> k3) HWY_ATTR {
+                    HWY_ATTR { Each<kStrip>([&](auto i) HWY_ATTR { acc[r][i] = hn::Zero(d); }); });
+    const auto add = [&](int64_t u, auto load) HWY_ATTR {
+      const Vec<T> v0 = load(k0 + u), v1 = load(k1 + u), v2 = load(k2 + u), v3 = load(k3 + u);
       Each<kRows>([&](auto r) HWY_ATTR {
         const Vec<T> qv = Pin(hn::Load(d, q + r * q_stride + u));
-        acc[r][0] = hn::MulAdd(qv, k0, acc[r][0]);
-        acc[r][1] = hn::MulAdd(qv, k1, acc[r][1]);
-        acc[r][2] = hn::MulAdd(qv, k2, acc[r][2]);
-        acc[r][3] = hn::MulAdd(qv, k3, acc[r][3]);
+        acc[r][0] = hn::MulAdd(qv, v0, acc[r][0]);
+        acc[r][1] = hn::MulAdd(qv, v1, acc[r][1]);
+        acc[r][2] = hn::MulAdd(qv, v2, acc[r][2]);
+        acc[r][3] = hn::MulAdd(qv, v3, acc[r][3]);
       });
     };
     for (int64_t u = 0; u < whole; u += kLanes<T>) {
-      add(u, LoadKv(row[0] + u), LoadKv(row[1] + u), LoadKv(row[2] + u), LoadKv(row[3] + u));
+      add(u, [](const KV* p) HWY_ATTR { return LoadKv(p); });
     }
-    if (tail) {
-      add(whole, LoadKvTail<T>(row[0] + whole, tail), LoadKvTail<T>(row[1] + whole, tail),
-          LoadKvTail<T>(row[2] + whole, tail), LoadKvTail<T>(row[3] + whole, tail));
-    }
+    if (tail) add(whole, [=](const KV* p) HWY_ATTR { return LoadKvTail<T>(p, tail); });
     Each<kRows>([&](auto r) HWY_ATTR {
       StoreSums(acc[r][0], acc[r][1], acc[r][2], acc[r][3], s + r * s_stride + x);
     });
   }
 }
 
-// out[r] += sum_x p[r][x] * v[x] for kRows rows, n keys and kVectors vectors of columns (the last one of `tail` columns if
-// tail > 0). out rows are whole aligned vectors.
+// out[r] += sum_x p[r][x] * v[x] for kRows rows, n keys and kVectors vectors of columns (the last
+// one of `tail` columns if tail > 0). out rows are whole aligned vectors.
 template <class T, class KV, int kRows, int kVectors>
 HWY_NOINLINE void AddRows(const KV* HWY_RESTRICT v, int64_t v_stride, int tail,
                           const T* HWY_RESTRICT p, int64_t p_stride, T* HWY_RESTRICT out,
-                          int64_t out_stride, int n) {
+                          int64_t out_stride, int n, Ahead* ahead) {
   const Tag<T> d;
   Vec<T> acc[kRows][kVectors];
   const auto at = [&](int r, int c) HWY_ATTR { return out + r * out_stride + c * kLanes<T>; };
@@ -190,18 +208,15 @@ HWY_NOINLINE void AddRows(const KV* HWY_RESTRICT v, int64_t v_stride, int tail,
       acc[r][c] = hn::MulAdd(hn::Set(d, p[r * p_stride + x]), value, acc[r][c]);
     });
   };
-  if (tail == 0) {
-    for (int x = 0; x < n; x++, v += v_stride) {
-      Each<kVectors>([&](auto c) HWY_ATTR { add(x, c, Pin(LoadKv(v + c * kLanes<T>))); });
+  for (int x = 0; x < n; x++, v += v_stride) {
+    if (x % kStrip == 0) FetchStrip(ahead);
+    if (kVectors > 1) {
+      Each<HWY_MAX(kVectors - 1, 1)>([&](auto c)
+                                         HWY_ATTR { add(x, c, Pin(LoadKv(v + c * kLanes<T>))); });
     }
-  } else {
-    for (int x = 0; x < n; x++, v += v_stride) {
-      if constexpr (kVectors > 1) {
-        Each<kVectors - 1>([&](auto c) HWY_ATTR { add(x, c, Pin(LoadKv(v + c * kLanes<T>))); });
-      }
-      add(x, std::integral_constant<int, kVectors - 1>(),
-          LoadKvTail<T>(v + (kVectors - 1) * kLanes<T>, tail));
-    }
+    constexpr std::integral_constant<int, kVectors - 1> kLast;
+    const KV* last = v + kLast * kLanes<T>;
+    add(x, kLast, tail == 0 ? LoadKv(last) : LoadKvTail<T>(last, tail));
   }
   Each<kRows>([&](auto r) HWY_ATTR {
     Each<kVectors>([&](auto c) HWY_ATTR { hn::Store(acc[r][c], d, at(r, c)); });
@@ -217,35 +232,41 @@ HWY_INLINE void ForRowGroups(int n, Body body, int begin = 0) {
   }
 }
 
+// Every row against n keys; meanwhile the rows of `next` are fetched, spread over all passes.
 template <class T, class KV>
 HWY_INLINE void Dot(const KV* k, int64_t k_stride, int64_t dim, const T* q, int64_t q_stride,
-                    int rows, T* s, int64_t s_stride, int n) {
+                    int rows, T* s, int64_t s_stride, int n, Ahead next) {
+  const int passes = (rows + kRowsAtOnce - 1) / kRowsAtOnce;
+  next.per_strip = (kStrip + passes - 1) / passes;
   ForRowGroups(rows, [&](int r, auto count) HWY_ATTR {
     DotRows<T, KV, count>(k, k_stride, dim, q + r * q_stride, q_stride, s + r * s_stride, s_stride,
-                          n);
+                          n, &next);
   });
 }
 
 template <class T, class KV>
 HWY_INLINE void Add(const KV* v, int64_t v_stride, int64_t dim, const T* p, int64_t p_stride,
-                    int rows, T* out, int64_t out_stride, int n) {
+                    int rows, T* out, int64_t out_stride, int n, Ahead next) {
+  const int64_t vectors = (dim + kLanes<T> - 1) / kLanes<T>;
+  const int64_t passes = HWY_MAX((rows * vectors + kSums - 1) / kSums, int64_t{1});
+  next.per_strip = (kStrip + passes - 1) / passes;
   ForRowGroups(rows, [&](int r, auto count) HWY_ATTR {
     constexpr int kRows = count;
     constexpr int kMost = HWY_MIN(kSums / kRows, 8);
     const T* pr = p + r * p_stride;
     T* to = out + r * out_stride;
     int64_t c = 0;
-    const auto columns = [&](auto vectors, int tail) HWY_ATTR {
-      AddRows<T, KV, kRows, vectors>(v + c, v_stride, tail, pr, p_stride, to + c, out_stride, n);
-      c += vectors * kLanes<T>;
+    const auto columns = [&](auto number, int tail) HWY_ATTR {
+      AddRows<T, KV, kRows, number>(v + c, v_stride, tail, pr, p_stride, to + c, out_stride, n,
+                                    &next);
+      c += number * kLanes<T>;
     };
     while (c + kMost * kLanes<T> <= dim) columns(std::integral_constant<int, kMost>(), 0);
     if (c >= dim) return;
-    const int left =
-        static_cast<int>((dim - c + kLanes<T> - 1) / kLanes<T>);  // 1 ... kMost vectors
+    const int left = static_cast<int>((dim - c + kLanes<T> - 1) / kLanes<T>);  // 1 ... kMost
     const int tail = static_cast<int>(dim % kLanes<T>);
-    EachOf(std::make_integer_sequence<int, kMost>(), [&](auto vectors) HWY_ATTR {
-      if (vectors + 1 == left) columns(std::integral_constant<int, vectors + 1>(), tail);
+    EachOf(std::make_integer_sequence<int, kMost>(), [&](auto number) HWY_ATTR {
+      if (number + 1 == left) columns(std::integral_constant<int, number + 1>(), tail);
     });
   });
 }
