@@ -151,8 +151,8 @@ CASES = [
     ("training causal n 512", training_case((1, 8, 8, 512, 512, 64), is_causal=True), 2.0),
     ("lesson, qkv.MHA", lesson_case("mha", False), 4.0),
     ("lesson, qkv.MQA", lesson_case("mqa", False), 6.0),
-    ("lesson, qkv.torch.MHA", lesson_case("mha", True), 2.5),
-    ("lesson, qkv.torch.MQA", lesson_case("mqa", True), 3.5),
+    ("lesson, qkv.torch.MHA", lesson_case("mha", True), 4.0),
+    ("lesson, qkv.torch.MQA", lesson_case("mqa", True), 6.0),
 ]
 
 
