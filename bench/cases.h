@@ -4,6 +4,8 @@
 #pragma once
 #include <cstdint>
 
+#include "qkv/dtype.h"
+
 namespace qkv::bench {
 
 enum class CaseMask { full, causal, window256 };
@@ -72,6 +74,36 @@ inline constexpr BackwardCase kBackwardCases[] = {
     {"odd-n1023-d72-dv40", 1, 8, 8, 1023, 72, 40, CaseMask::full, false, false, 0.80, 0.76},
     {"bias-n512-d64", 1, 8, 8, 512, 64, 64, CaseMask::full, true, false, 0, 0},
     {"dropout-n512-d64", 1, 8, 8, 512, 64, 64, CaseMask::full, false, true, 0, 0},
+};
+
+/// One call of attention() with few queries against long caches that are used in turn, together larger
+/// than the L3 cache. reach: fraction of the read bandwidth (bytes of K and V), or of the FMA peak where
+/// is_compute_bound.
+struct DecodeCase {
+  const char* name;
+  int64_t batch, num_heads, num_kv_heads, n_q, n_kv, head_dim;
+  DType kv_dtype;
+  bool is_compute_bound;
+  double reach;
+};
+
+inline constexpr DecodeCase kDecodeCases[] = {
+    {"mha-f32", 1, 32, 32, 1, 4096, 128, DType::f32, false, 0.95},
+    {"mha-bf16", 1, 32, 32, 1, 4096, 128, DType::bf16, false, 0.92},
+    {"mha-f16", 1, 32, 32, 1, 4096, 128, DType::f16, false, 0.92},
+    {"group2-f32", 1, 32, 16, 1, 4096, 128, DType::f32, false, 0.92},
+    {"group4-f32", 1, 32, 8, 1, 4096, 128, DType::f32, false, 0.85},
+    {"group8-f32", 1, 32, 4, 1, 4096, 128, DType::f32, false, 0.75},
+    {"group4-bf16", 1, 32, 8, 1, 4096, 128, DType::bf16, false, 0.75},
+    {"mqa-f32", 1, 32, 1, 1, 4096, 128, DType::f32, true, 0.93},
+    {"b8-mha-f32", 8, 32, 32, 1, 1024, 128, DType::f32, false, 0.95},
+    {"b8-group4-f32", 8, 32, 8, 1, 1024, 128, DType::f32, false, 0.85},
+    // Speculation: 1.1, 1.2 and 1.5 times the time of one query.
+    {"mha-q2-f32", 1, 32, 32, 2, 4096, 128, DType::f32, false, 0.86},
+    {"mha-q4-f32", 1, 32, 32, 4, 4096, 128, DType::f32, false, 0.79},
+    {"mha-q8-f32", 1, 32, 32, 8, 4096, 128, DType::f32, false, 0.63},
+    // A step of a small model: 40 us count.
+    {"small-9-3-f32", 1, 9, 3, 1, 512, 64, DType::f32, false, 0},
 };
 
 /// A projection: m rows of k numbers to n. Few rows are bound by reading the weights: their reach

@@ -18,8 +18,9 @@ namespace qkv::bench {
 struct Work {
   double flop = 0;
   double bytes = 0;
-  int num_threads = 1;  // 1: CPU time of this thread (compute), else wall time
-  double reach = 0;     // the fraction that is meant to be reached; shown
+  double roof_bytes = 0;  // of the buffer that the read bandwidth is taken from; 0: bytes
+  int num_threads = 1;    // 1: CPU time of this thread (compute), else wall time
+  double reach = 0;       // the fraction that is meant to be reached; shown
 };
 
 inline constexpr int kSamples = 21;
@@ -31,6 +32,7 @@ inline void sample(benchmark::State& state, const Work& work, const std::functio
   const bool is_compute = work.flop > 0;
   const auto clock = is_compute && work.num_threads == 1 ? thread_seconds : wall_seconds;
   const double amount = is_compute ? work.flop : work.bytes;
+  const auto roof_bytes = static_cast<int64_t>(work.roof_bytes > 0 ? work.roof_bytes : work.bytes);
   double start = clock();
   call();
   const double first = std::max(clock() - start, 1e-9);
@@ -38,7 +40,7 @@ inline void sample(benchmark::State& state, const Work& work, const std::functio
   Rates rates, roofs;
   for (auto _ : state) {
     for (int i = 0; i < (is_compute ? 3 : 1); ++i)
-      roofs.add(is_compute ? fma_peak_gflops() : read_gbps(static_cast<int64_t>(work.bytes)));
+      roofs.add(is_compute ? fma_peak_gflops() : read_gbps(roof_bytes));
     for (int64_t i = 0; i <= calls / 8; ++i) call();
     start = clock();
     for (int64_t i = 0; i < calls; ++i) call();
