@@ -10,11 +10,20 @@
 
 namespace qkv {
 
+/// Where the keys of one batch entry lie: segments of KV head 0; those of head h_kv begin
+/// h_kv * k_head_bytes (v_head_bytes, head_scales) behind. They hold all keys that its rows see.
+struct EntryKeys {
+  const kernels::KvSegment* segments;
+  int64_t n_segments;
+  int64_t k_head_bytes, v_head_bytes, head_scales;
+};
+
 struct Call {
   const kernels::KernelTable* kernels;
   int arithmetic;  // 0: f32, 1: f64; index into the kernel table
   int64_t batch, num_heads, num_kv_heads, group_size, n_q, n_kv, head_dim_qk, head_dim_v;
   ConstTensor q, k, v;
+  const EntryKeys* keys;  // [batch], or nullptr: k and v. Of k and v only type and row stride count
   Tensor out, lse, weights;
   const AttentionOptions* options;
   double scale;

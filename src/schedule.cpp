@@ -45,7 +45,8 @@ class Schedule {
       : call_(call),
         cut_(cut(*call.kernels, call.arithmetic, call.num_kv_heads, call.n_q * call.group_size,
                  call.n_kv)),
-        is_small_(cut_.is_decode && call.arithmetic == 0 && call.n_kv <= call.kernels->small_keys),
+        is_small_(cut_.is_decode && call.arithmetic == 0 && !call.keys &&
+                  call.n_kv <= call.kernels->small_keys),
         num_blocks_(is_small_ ? call.batch : call.batch * call.num_kv_heads * cut_.row_blocks),
         maker_(call, (cut_.is_decode ? call.kernels->decode_scratch_bytes
                                      : call.kernels->prefill_scratch_bytes)[call.arithmetic](

@@ -34,7 +34,6 @@ TaskMaker::TaskMaker(const Call& call, int64_t kernel_scratch_bytes)
   t.group_size = c.group_size;
   t.head_dim_qk = c.head_dim_qk, t.head_dim_v = c.head_dim_v;
   t.q_dtype = c.q.dtype, t.q_token_stride = c.q.stride[2], t.q_head_stride = c.q.stride[1];
-  t.n_segments = 1;
   t.k_row_stride = c.k.stride[2], t.v_row_stride = c.v.stride[2], t.kv_dtype = c.k.dtype;
   t.kv_begin = 0, t.kv_end = c.n_kv;
   t.scale = c.scale, t.softcap = c.options->softcap;
@@ -94,16 +93,35 @@ void TaskMaker::use_dense(const TaskPlace& place, TaskMemory* memory,
   task->n_dense = static_cast<int64_t>(memory->dense.size());
 }
 
+void TaskMaker::use_keys(const TaskPlace& place, TaskMemory* memory,
+                         kernels::AttentionTask* task) const {
+  const Call& c = call_;
+  std::vector<kernels::KvSegment>& segments = memory->segments;
+  if (!c.keys) {
+    segments.assign(
+        1, {element_pointer(c.k, place.b * c.k.stride[0] + place.h_kv * c.k.stride[1]),
+            element_pointer(c.v, place.b * c.v.stride[0] + place.h_kv * c.v.stride[1]), 0, c.n_kv});
+  } else {
+    const EntryKeys& keys = c.keys[place.b];
+    segments.assign(keys.segments, keys.segments + keys.n_segments);
+    for (kernels::KvSegment& s : segments) {
+      s.k = static_cast<const char*>(s.k) + place.h_kv * keys.k_head_bytes;
+      s.v = static_cast<const char*>(s.v) + place.h_kv * keys.v_head_bytes;
+      if (s.k_scale) s.k_scale += place.h_kv * keys.head_scales;
+      if (s.v_scale) s.v_scale += place.h_kv * keys.head_scales;
+    }
+  }
+  task->segments = segments.data();
+  task->n_segments = static_cast<int64_t>(segments.size());
+}
+
 kernels::AttentionTask TaskMaker::make(const TaskPlace& place, TaskMemory* memory) const {
   const Call& c = call_;
   kernels::AttentionTask t = common_;
   t.row_begin = place.row_begin, t.n_rows = place.n_rows;
   const int64_t first_head = place.h_kv * c.group_size, entry = c.first_entry + place.b;
   t.q = element_pointer(c.q, place.b * c.q.stride[0] + first_head * c.q.stride[1]);
-  memory->segment.k = element_pointer(c.k, place.b * c.k.stride[0] + place.h_kv * c.k.stride[1]);
-  memory->segment.v = element_pointer(c.v, place.b * c.v.stride[0] + place.h_kv * c.v.stride[1]);
-  memory->segment.begin = 0, memory->segment.count = c.n_kv;
-  t.segments = &memory->segment;
+  use_keys(place, memory, &t);
   if (has_ranges_) use_ranges(place, memory, &t);
   if (has_dense_) use_dense(place, memory, &t);
   if (documents_) t.q_ids = documents_->q(entry), t.kv_ids = documents_->kv(entry);

@@ -30,7 +30,7 @@ struct TaskMemory {
   uint64_t ranges_maker = 0;  // serial number of the maker whose rows `ranges` holds
   int64_t ranges_b = 0, ranges_first = 0;
   std::vector<kernels::DenseTerm> dense;
-  kernels::KvSegment segment;
+  std::vector<kernels::KvSegment> segments;
 };
 
 class TaskMaker {
@@ -46,6 +46,7 @@ class TaskMaker {
   template <class F>
   void for_each_dense(F f) const;
   void use_ranges(const TaskPlace& place, TaskMemory* memory, kernels::AttentionTask* task) const;
+  void use_keys(const TaskPlace& place, TaskMemory* memory, kernels::AttentionTask* task) const;
   void use_dense(const TaskPlace& place, TaskMemory* memory, kernels::AttentionTask* task) const;
 
   const Call& call_;

@@ -75,11 +75,26 @@ HWY_INLINE void ScaleRow(const f16_t* HWY_RESTRICT src, int64_t n, float factor,
   for (; x < n; x++) dst[x] = to_float(src[x]) * factor;
 }
 
+HWY_INLINE void ScaleRow(const int8_t* HWY_RESTRICT src, int64_t n, float factor,
+                         float* HWY_RESTRICT dst) {
+  const Tag<float> d;
+  const hn::Rebind<int8_t, Tag<float>> d8;
+  const hn::RebindToSigned<Tag<float>> d32;
+  const auto f = hn::Set(d, factor);
+  int64_t x = 0;
+  for (; x + kLanes<float> <= n; x += kLanes<float>) {
+    const auto wide = hn::ConvertTo(d, hn::PromoteTo(d32, hn::LoadU(d8, src + x)));
+    hn::StoreU(hn::Mul(wide, f), d, dst + x);
+  }
+  for (; x < n; x++) dst[x] = static_cast<float>(src[x]) * factor;
+}
+
 // dst[0, n) = src[0, n) * factor in the arithmetic type.
 HWY_INLINE void LoadRow(const void* src, DType t, int64_t n, float factor,
                         float* HWY_RESTRICT dst) {
   if (t == DType::f32) return ScaleRow(static_cast<const float*>(src), n, factor, dst);
   if (t == DType::bf16) return ScaleRow(static_cast<const bf16_t*>(src), n, factor, dst);
+  if (t == DType::i8) return ScaleRow(static_cast<const int8_t*>(src), n, factor, dst);
   ScaleRow(static_cast<const f16_t*>(src), n, factor, dst);
 }
 HWY_INLINE void LoadRow(const void* src, DType, int64_t n, double factor,

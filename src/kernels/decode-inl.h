@@ -165,7 +165,8 @@ template <class KV>
 struct RunPiece {
   const KV *k, *v;
   int64_t k_stride, v_stride;
-  int from, to;  // keys, relative to the block
+  int from, to;                    // keys, relative to the block
+  const float *k_scale, *v_scale;  // of the first row; nullptr: none
 };
 
 // f(piece) for the segments that a run lies in.
@@ -178,7 +179,9 @@ HWY_INLINE void ForSegments(const AttentionTask& task, const KeyRun& run, F f) {
     const int n = static_cast<int>(HWY_MIN(segment->count - skip, static_cast<int64_t>(run.n - x)));
     f(RunPiece<KV>{static_cast<const KV*>(segment->k) + skip * task.k_row_stride,
                    static_cast<const KV*>(segment->v) + skip * task.v_row_stride, task.k_row_stride,
-                   task.v_row_stride, first + x, first + x + n});
+                   task.v_row_stride, first + x, first + x + n,
+                   segment->k_scale ? segment->k_scale + skip : nullptr,
+                   segment->v_scale ? segment->v_scale + skip : nullptr});
     x += n;
   }
 }
@@ -205,7 +208,7 @@ HWY_INLINE void ForRunPieces(const AttentionTask& task, const KeyRun& run,
   } else {
     const int from = static_cast<int>(run.begin % kBlock);
     f(RunPiece<KV>{work.k + from * work.q_stride, work.v + from * work.out_stride, work.q_stride,
-                   work.out_stride, from, from + run.n});
+                   work.out_stride, from, from + run.n, nullptr, nullptr});
   }
 }
 
@@ -225,6 +228,25 @@ HWY_INLINE Ahead KeysOf(const AttentionTask& task, const KeyRun& run) {
                 HWY_MIN(run.segment->count - skip, static_cast<int64_t>(run.n)));
 }
 
+// s[0, n) *= scale[0, n). A hidden weight, which is -0, stays whatever its scale is.
+template <class T>
+HWY_NOINLINE void ScaleKeys(const float* HWY_RESTRICT scale, int n, T* HWY_RESTRICT s) {
+  if constexpr (sizeof(T) == 4) {
+    const Tag<T> d;
+    const hn::RebindToUnsigned<Tag<T>> d32;
+    int x = 0;
+    for (; x + kLanes<T> <= n; x += kLanes<T>) {
+      const Vec<T> value = hn::LoadU(d, s + x);
+      const auto hidden = hn::Eq(hn::BitCast(d32, value), hn::Set(d32, 0x80000000u));
+      const Vec<T> product = hn::Mul(value, hn::LoadU(d, scale + x));
+      hn::StoreU(hn::IfThenElse(hn::RebindMask(d, hidden), value, product), d, s + x);
+    }
+    for (; x < n; x++) {
+      if (s[x] != 0 || !__builtin_signbit(s[x])) s[x] *= scale[x];
+    }
+  }
+}
+
 // Scores of all rows against one run; its values are fetched meanwhile. Returns true if some row must
 // not see some of these keys.
 template <class T, class KV, class Stored>
@@ -236,6 +258,8 @@ HWY_INLINE bool RunScores(const AttentionTask& task, const KeyRun& run, const Ke
     const Ahead values = RowsOf(piece.v, piece.v_stride, task.head_dim_v, fetch ? n : 0);
     Dot(piece.k, piece.k_stride, task.head_dim_qk, work->q, work->q_stride, work->rows,
         work->s + piece.from, kScoreStride, n, values);
+    for (int r = 0; piece.k_scale && r < work->rows; r++)
+      ScaleKeys(piece.k_scale, n, work->s + r * kScoreStride + piece.from);
   });
   bool masked = dense || task.q_ids;
   for (int r = 0; r < work->rows; r++) {
@@ -269,6 +293,7 @@ HWY_INLINE void RunSoftmax(const AttentionTask& task, const KeySpan<T>& span, bo
 
 template <class T, class KV>
 HWY_INLINE bool RowIsFinite(const KV* v, int64_t dim) {  // x * 0 is not 0 for NaN and Inf
+  if constexpr (sizeof(KV) == 1) return true;
   const Tag<T> d;
   const Vec<T> zero = hn::Zero(d);
   Vec<T> sum = zero;
@@ -328,6 +353,8 @@ HWY_INLINE void AttendRun(const AttentionTask& task, const KeyRun& run, const Ke
   RunSoftmax(task, span, masked, work);
   Ahead keys = fetch ? KeysOf<Stored>(task, next) : Ahead();
   ForRunPieces<T, KV, Stored>(task, run, *work, [&](const RunPiece<KV>& piece) HWY_ATTR {
+    for (int r = 0; piece.v_scale && r < work->rows; r++)
+      ScaleKeys(piece.v_scale, piece.to - piece.from, work->s + r * kScoreStride + piece.from);
     if (HWY_UNLIKELY(masked)) return AddMasked(task, piece, *work);
     Add(piece.v, piece.v_stride, task.head_dim_v, work->s + piece.from, kScoreStride, work->rows,
         work->out, work->out_stride, piece.to - piece.from, keys);
@@ -373,6 +400,7 @@ HWY_INLINE void WithKv(DType dtype, F f) {
   } else {
     if (dtype == DType::f32) return f(float{}, float{});
     if (dtype == DType::bf16) return f(bf16_t{}, bf16_t{});
+    if (dtype == DType::i8) return f(int8_t{}, int8_t{});
 #if QKV_HAS_F16
     f(f16_t{}, f16_t{});
 #else

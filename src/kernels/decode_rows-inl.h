@@ -47,6 +47,11 @@ HWY_INLINE Vec<float> LoadKv(const f16_t* p) {
   return hn::PromoteTo(Tag<float>(), hn::LoadU(d16, reinterpret_cast<const hwy::float16_t*>(p)));
 }
 #endif
+HWY_INLINE Vec<float> LoadKv(const int8_t* p) {
+  const hn::Rebind<int8_t, Tag<float>> d8;
+  const hn::RebindToSigned<Tag<float>> d32;
+  return hn::ConvertTo(Tag<float>(), hn::PromoteTo(d32, hn::LoadU(d8, p)));
+}
 HWY_INLINE Vec<double> LoadKv(const double* p) { return hn::LoadU(Tag<double>(), p); }
 
 // The first n < kLanes elements, then zeros. Nothing behind them is read.

@@ -16,12 +16,14 @@
 namespace qkv::kernels {
 
 /// A run of keys whose K and V rows are equally spaced. Keys [begin, begin + count) of the
-/// sequence.
+/// sequence. Rows of integers (i8) have a scale each: row x stands for scale[x] * row.
 struct KvSegment {
   const void* k;  // row of key `begin`
   const void* v;
   int64_t begin;
   int64_t count;
+  const float* k_scale = nullptr;  // of key `begin`, one after the other; i8 only
+  const float* v_scale = nullptr;
 };
 
 /// One dense term added to the scores of this (batch, KV head): element (token, head of the group,
@@ -58,7 +60,8 @@ struct AttentionTask {
   int64_t q_token_stride, q_head_stride;
 
   // Keys and values.
-  const KvSegment* segments;  // ascending, without gaps, covering [kv_begin, kv_end)
+  const KvSegment* segments;  // ascending, without gaps, covering all that the rows see of
+                              // [kv_begin, kv_end)
   int64_t n_segments;
   int64_t k_row_stride, v_row_stride;
   DType kv_dtype;

@@ -269,9 +269,11 @@ HWY_INLINE void LoadBlock(const AttentionTask& task, const PanelWork<T>& work, i
     } else {
       for (int i = 0; i < n; i++) {
         LoadRow(Advance(k, task.kv_dtype, i * task.k_row_stride), task.kv_dtype, task.head_dim_qk,
-                T{1}, work.k + (key + i) * work.k_stride);
+                segment.k_scale ? static_cast<T>(segment.k_scale[skip + i]) : T{1},
+                work.k + (key + i) * work.k_stride);
         LoadRow(Advance(v, task.kv_dtype, i * task.v_row_stride), task.kv_dtype, task.head_dim_v,
-                T{1}, work.v + (key + i) * work.v_stride);
+                segment.v_scale ? static_cast<T>(segment.v_scale[skip + i]) : T{1},
+                work.v + (key + i) * work.v_stride);
       }
     }
     key += n;
