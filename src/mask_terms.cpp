@@ -31,6 +31,32 @@ void check_scores_tensor(const ConstTensor& t, const MaskShape& shape, const cha
               shape_text(t) + " and scores " + shape_text(shape));
 }
 
+ConstTensor narrow_scores(ConstTensor t, const MaskShape& array, int64_t first, int64_t n,
+                          int64_t keys) {
+  const int rows = t.rank - 2, columns = t.rank - 1;
+  if (t.shape[rows] == array.n_q && t.shape[rows] != 1) {
+    if (t.data && first != 0)
+      t.data = static_cast<const char*>(t.data) + first * t.stride[rows] * size_bytes(t.dtype);
+    t.shape[rows] = n;
+  }
+  if (t.shape[columns] == array.n_kv && t.shape[columns] != 1) t.shape[columns] = keys;
+  return t;
+}
+
+Mask Term::narrowed(const Mask& mask, const MaskShape& array, int64_t first, int64_t n,
+                    int64_t keys) {
+  if (!mask.has_dense()) return mask;
+  auto terms = std::make_shared<std::vector<Term>>(mask.terms().begin(), mask.terms().end());
+  for (Term& t : *terms) {
+    if (t.kind != Kind::dense) continue;
+    t.dense = narrow_scores(t.dense, array, first, n, keys);
+    t.tiles = {};
+  }
+  Mask narrow;
+  narrow.terms_ = std::move(terms);
+  return narrow;
+}
+
 std::string shape_text(const MaskShape& shape) {
   const int64_t scores[4] = {shape.batch, shape.num_heads, shape.n_q, shape.n_kv};
   return shape_text(std::span<const int64_t>(scores));

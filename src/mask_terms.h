@@ -56,6 +56,11 @@ struct Mask::Term {
   std::shared_ptr<const DenseTiles> tiles = {};  // of dense, if the mask was prepared
 
   bool is_aligned() const { return kind <= Kind::chunk; }
+
+  /// The mask of one batch entry whose queries and keys are fewer than those of dense arrays: of an
+  /// array with n_q rows only rows [first, first + n), of one with n_kv keys only the first keys.
+  static Mask narrowed(const Mask& mask, const MaskShape& array, int64_t first, int64_t n,
+                       int64_t keys);
 };
 
 /// Element strides of a tensor that broadcasts over scores [batch, num_heads, n_q, n_kv]; 0 on an
@@ -67,6 +72,9 @@ struct ScoreStrides {
   }
 };
 ScoreStrides score_strides(const ConstTensor& t);
+/// Mask::Term::narrowed() of one array.
+ConstTensor narrow_scores(ConstTensor t, const MaskShape& array, int64_t first, int64_t n,
+                          int64_t keys);
 /// Throws Error unless t broadcasts over the scores. `what` names the tensor in the text: "bias",
 /// "mask".
 void check_scores_tensor(const ConstTensor& t, const MaskShape& shape, const char* caller,
