@@ -39,6 +39,9 @@ void EntryCalls::check_query(const ConstTensor& q) const {
   if (q.rank != 4 || q.shape[0] != batch || q.shape[3] != keys.head_dim_qk)
     check.refuse(fmt::format("q needs shape [{}, num_heads, n_q, {}], got {}", batch,
                              keys.head_dim_qk, shape_text(q)));
+  if (keys.num_kv_heads == 0 ? q.shape[1] != 0 : q.shape[1] % keys.num_kv_heads != 0)
+    check.refuse(fmt::format("num_heads {} is not a multiple of num_kv_heads {}, got q {}",
+                             q.shape[1], keys.num_kv_heads, shape_text(q)));
   if (!info(q.dtype).is_float)
     check.refuse(fmt::format("q must be floating point, got {}", name(q.dtype)));
   check.layout(q, "q");
