@@ -55,7 +55,7 @@ kernels::LinearTask whole(const ProjectionJob& job, int64_t group) {
   t.y = job.y + group * job.y_group_stride;
   t.y_stride = job.y_row_stride;
   t.y_column = 0, t.y_block = job.y_head, t.y_block_stride = job.y_head_stride;
-  t.m = job.rows, t.k = p.k(), t.n = p.n();
+  t.m = job.rows, t.k = p.k(), t.n = p.n(), t.adds = job.adds;
   return t;
 }
 
@@ -89,14 +89,9 @@ void Projection::Free::operator()(float* p) const {
   ::operator delete (p, std::align_val_t{alignment});
 }
 
-Projection::Projection(std::span<const float> weight, std::span<const float> bias, int64_t n,
-                       int64_t k)
-    : n_(n), k_(k), bias_(bias.begin(), bias.end()) {
-  const kernels::KernelTable& table = kernels::active();
-  columns_ = table.linear_columns;
-  block_ = table.linear_block;
-  linear_ = table.linear;
-  const auto bytes = static_cast<size_t>(table.packed_floats(n, k)) * sizeof(float);
+Projection::Projection(const Kernels& kernels, int64_t n, int64_t k)
+    : kernels_(kernels), n_(n), k_(k) {
+  const auto bytes = static_cast<size_t>(kernels_.packed_floats(n, k)) * sizeof(float);
   const bool is_large = static_cast<int64_t>(bytes) >= kHugePageBytes;
   const auto alignment = static_cast<size_t>(is_large ? kHugePageBytes : kernels::kAlignment);
   void* memory = ::operator new (bytes, std::align_val_t{alignment});
@@ -104,7 +99,43 @@ Projection::Projection(std::span<const float> weight, std::span<const float> bia
 #ifdef __linux__
   if (is_large) madvise(memory, bytes, MADV_HUGEPAGE);  // a hint: small pages work too
 #endif
-  table.pack(weight.data(), n, k, packed_.get());
+}
+
+Projection::Projection(std::span<const float> weight, std::span<const float> bias, int64_t n,
+                       int64_t k)
+    : Projection(
+          [] {
+            const kernels::KernelTable& t = kernels::active();
+            return Kernels{t.linear_columns, t.linear_block,  t.linear,
+                           t.pack,           t.packed_floats, t.pack_transposed};
+          }(),
+          n, k) {
+  bias_.assign(bias.begin(), bias.end());
+  set(weight, bias);
+}
+
+void Projection::set(std::span<const float> weight, std::span<const float> bias) {
+  kernels_.pack(weight.data(), n_, k_, packed_.get());
+  std::copy(bias.begin(), bias.end(), bias_.begin());
+}
+
+Projection Projection::transposed() const {
+  Projection to(kernels_, k_, n_);
+  transpose_into(&to);
+  return to;
+}
+
+void Projection::transpose_into(Projection* to) const {
+  kernels_.pack_transposed(packed_.get(), n_, k_, to->packed_.get());
+}
+
+void join_groups(ProjectionJob* job) {
+  const bool x_follows = job->rows == 1 || job->x_group_stride == job->rows * job->x_row_stride;
+  const bool y_follows = job->rows == 1 || job->y_group_stride == job->rows * job->y_row_stride;
+  if (job->groups <= 1 || !x_follows || !y_follows) return;
+  if (job->rows == 1)
+    job->x_row_stride = job->x_group_stride, job->y_row_stride = job->y_group_stride;
+  job->rows *= job->groups, job->groups = 1;
 }
 
 void project(std::span<const ProjectionJob> jobs, int num_threads, Executor* executor) {

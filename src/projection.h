@@ -2,6 +2,7 @@
 // Tier: schedule. Projections: y = x w^T + bias with weights that were packed once, cut into tasks
 // by the shape alone.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -19,13 +20,21 @@ class Projection {
   /// weight is row-major [n, k] (torch.nn.Linear); bias has n elements or none.
   Projection(std::span<const float> weight, std::span<const float> bias, int64_t n, int64_t k);
 
+  /// Other weights of the same size; bias has as many elements as before. Allocates nothing.
+  void set(std::span<const float> weight, std::span<const float> bias);
+  /// The projection w^T [k, n] without a bias: x -> x w, what gradients pass through on their way
+  /// back.
+  Projection transposed() const;
+  /// The same into a projection that transposed() made.
+  void transpose_into(Projection* to) const;
+
   int64_t n() const { return n_; }
   int64_t k() const { return k_; }
   /// Columns that a task may start at: multiples of this.
-  int64_t columns() const { return columns_; }
+  int64_t columns() const { return kernels_.columns; }
   /// Columns of y may lie apart in blocks of a multiple of this.
-  int64_t block() const { return block_; }
-  void run(const kernels::LinearTask& task) const { linear_(task); }
+  int64_t block() const { return kernels_.block; }
+  void run(const kernels::LinearTask& task) const { kernels_.linear(task); }
   const float* packed() const { return packed_.get(); }
   const float* bias() const { return bias_.empty() ? nullptr : bias_.data(); }
 
@@ -34,15 +43,25 @@ class Projection {
     size_t alignment;
     void operator()(float* p) const;
   };
-  int64_t n_, k_, columns_, block_;
-  void (*linear_)(const kernels::LinearTask&);
+  // The functions of the instruction set that the layout is for.
+  struct Kernels {
+    int64_t columns, block;
+    void (*linear)(const kernels::LinearTask&);
+    void (*pack)(const float*, int64_t, int64_t, float*);
+    int64_t (*packed_floats)(int64_t, int64_t);
+    void (*pack_transposed)(const float*, int64_t, int64_t, float*);
+  };
+  Projection(const Kernels& kernels, int64_t n, int64_t k);
+
+  Kernels kernels_;
+  int64_t n_, k_;
   std::vector<float> bias_;
   std::unique_ptr<float[], Free> packed_;
 };
 
 /// y[g, i, :] = x[g, i, :] w^T + bias for `groups` groups of `rows` rows. Strides in elements. The
 /// columns of y may be cut into heads of y_head columns (a multiple of block()) that lie
-/// y_head_stride apart; y_head = 0: one piece.
+/// y_head_stride apart; y_head = 0: one piece. adds: y += instead.
 struct ProjectionJob {
   const Projection* projection;
   int64_t groups, rows;
@@ -51,7 +70,11 @@ struct ProjectionJob {
   float* y;
   int64_t y_group_stride, y_row_stride;
   int64_t y_head = 0, y_head_stride = 0;
+  bool adds = false;
 };
+
+/// Groups whose rows follow each other in x and in y become one group of rows: larger tiles, the same bits.
+void join_groups(ProjectionJob* job);
 
 inline constexpr int kMaxProjectionJobs = 3;
 

@@ -24,7 +24,9 @@ HOT = [
 ] + [
     ("AVX3", f"{name}<{element}>", 4, 4) for name in ("PairScores", "PairDp") for element in ("float", "double")
 ] + [
-    (target, f"LinearRows<{rows}, {vectors}>", rows, vectors) for target, _, _, rows, vectors in TILES
+    (target, name, rows, vectors)
+    for target, _, _, rows, vectors in TILES
+    for name in (f"LinearRows<{rows}, {vectors}>", "GradientRun")
 ]
 
 VECTOR = re.compile(r"%[xyz]mm\d")

@@ -77,6 +77,29 @@ struct LayerOutputs {
   Tensor weights;
 };
 
+/// What a gradient does to the memory that it arrives in.
+enum class GradientWrite : uint8_t {
+  overwrite,  ///< writes it
+  add,        ///< is added to what is there: micro-batches, and inputs with several readers
+};
+
+/// Where AttentionLayer::backward() puts gradients, all f32. An empty tensor means "not wanted" and
+/// costs nothing; asking for more never changes the others by a bit.
+struct QKV_EXPORT LayerGradients {
+  /// As the inputs. Those that are one tensor (self-attention: all three; k and v of a memory: two)
+  /// may be the same view here: it then receives the sum, in the order q, k, v.
+  Tensor q{}, k{}, v{};
+  /// As the parameters [out, in] and [out]. A bias that the layer does not have must be empty.
+  Tensor fc_q_weight{}, fc_q_bias{}, fc_k_weight{}, fc_k_bias{};
+  Tensor fc_v_weight{}, fc_v_bias{}, fc_o_weight{}, fc_o_bias{};
+  GradientWrite inputs = GradientWrite::overwrite;      ///< of q, k and v
+  GradientWrite parameters = GradientWrite::overwrite;  ///< of the eight
+
+  /// Views of all parameters of `into`; absent biases stay absent. No input. Throws Error if an array
+  /// does not have the size that into.config asks for.
+  static LayerGradients of(LayerWeights& into);
+};
+
 /// output = fc_o(concat over heads of attention(split(fc_q(q)), split(fc_k(k)), split(fc_v(v))))
 ///
 ///   q [batch, n_q, dim_q], k [batch, n_kv, dim_k], v [batch, n_kv, dim_v]   f32
@@ -108,6 +131,23 @@ class QKV_EXPORT AttentionLayer {
     bool is_busy_ = false;
   };
 
+  /// What backward() needs of a forward_training() call: its arguments as views (the memory of q, k,
+  /// v, bias and dense masks must stay as it was), and copies of the projected heads, their outputs
+  /// and lse. 4 * batch * (n_q * (2 * (dim of all q heads + dim of all v heads)) + n_kv * 2 * (of all
+  /// KV heads)) bytes, about; kept for the next call. Movable; not for two calls at once.
+  class QKV_EXPORT State {
+   public:
+    State();
+    ~State();
+    State(State&&) noexcept;
+    State& operator=(State&&) noexcept;
+
+   private:
+    friend class AttentionLayer;
+    struct Impl;
+    std::unique_ptr<Impl> impl_;
+  };
+
   explicit AttentionLayer(const LayerWeights& weights);
   static AttentionLayer from_weights(const LayerWeights& weights) {
     return AttentionLayer(weights);
@@ -120,6 +160,32 @@ class QKV_EXPORT AttentionLayer {
   /// workspace: nullptr uses one that this thread keeps.
   void forward(ConstTensor q, ConstTensor k, ConstTensor v, const LayerOutputs& outputs,
                const LayerOptions& options = {}, Workspace* workspace = nullptr) const;
+
+  /// forward() that fills `state` for backward(); the same bits.
+  void forward_training(ConstTensor q, ConstTensor k, ConstTensor v, const LayerOutputs& outputs,
+                        State& state, const LayerOptions& options = {}) const;
+
+  /// Gradients of sum(doutput * output) of the forward_training() call that filled `state`, with
+  /// respect to the inputs and the parameters. With y = x w^T + b: dx = dy w, dw = dy^T x summed over
+  /// batch and tokens, db = sum of dy.
+  ///
+  ///   doutput [batch, n_q, dim_out]   f32, any strides with a contiguous last axis
+  ///
+  /// Options, threads and executor are those of the forward. The same state may be used again. A
+  /// gradient that arrives at the returned weights is not supported: there is no argument for it.
+  /// Gradients overlap neither arguments nor each other, but for the same view of inputs above.
+  /// A row that sees no key, and a key that no row sees, get exact zeros; NaN or Inf in a hidden row of
+  /// k or v reaches no gradient.
+  /// Same bits for any number of threads; gradients of inputs also for any batch.
+  /// Cost: twice the flop of the forward's projections and 2.5 times those of its attention. The first
+  /// call after construction or set_weights() packs the weights a second time, transposed.
+  /// Throws Error before a gradient is written if shapes do not fit, if `state` is empty or of another
+  /// layer, or if set_weights() was called since.
+  void backward(State& state, ConstTensor doutput, const LayerGradients& gradients) const;
+
+  /// Other parameters, as after a step of an optimiser: packs them into the memory of the old ones.
+  /// Sizes and absent biases must be those of config(). Not while another call uses this layer.
+  void set_weights(const LayerWeights& weights);
 
  private:
   struct Impl;

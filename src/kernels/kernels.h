@@ -183,6 +183,28 @@ struct LinearTask {
   float* y;
   int64_t y_stride, y_column, y_block, y_block_stride;
   int64_t m, k, n;
+  bool adds = false;  // y += instead
+};
+
+/// Gradients of a projection's parameters: dw[n, k] = dy^T x and dbias[n] = the sums of the columns of
+/// dy, over all rows. Row i of dy and x is row i % group_rows of group i / group_rows.
+/// A task is the part of dw with rows [n_begin, n_end) and columns [k_begin, k_end), at most
+/// gradient_block of each; dbias is its rows' part. Where both begin and end never changes a bit: a
+/// sum depends on the number of rows alone.
+/// A row of x that holds NaN or Inf counts for nothing if all n numbers of its row of dy are zero: what
+/// is hidden stays hidden. NaN and Inf reach the elements of dw that their row and column meet.
+struct LinearGradientTask {
+  const float* dy;
+  const float* x;
+  int64_t dy_group_stride, dy_row_stride, x_group_stride, x_row_stride;
+  int64_t groups, group_rows;
+  int64_t n;  // columns of dy in all
+  int64_t n_begin, n_end, k_begin, k_end;
+  float* dw;  // element (0, 0); nullptr: not wanted
+  int64_t dw_stride;
+  float* dbias;   // [n]; nullptr: not wanted
+  bool adds;      // to what is there, instead of writing it
+  void* scratch;  // gradient_scratch_bytes, aligned to kAlignment
 };
 
 /// The kernels of one instruction set.
@@ -218,6 +240,10 @@ struct KernelTable {
   void (*linear)(const LinearTask&);
   void (*pack)(const float* w, int64_t n, int64_t k, float* packed);  // w row-major [n, k]
   int64_t (*packed_floats)(int64_t n, int64_t k);
+  // From packed w to packed w^T: as pack(w^T, k, n) would give.
+  void (*pack_transposed)(const float* packed, int64_t n, int64_t k, float* transposed);
+  int64_t gradient_block, gradient_scratch_bytes;
+  void (*linear_gradient)(const LinearGradientTask&);
 };
 
 /// The kernels of the instruction set in force (set_isa, QKV_ISA, or the best this machine has).

@@ -93,11 +93,12 @@ HWY_INLINE LinearStrip MakeLinearStrip(const LinearPlan& plan, const float* bias
   s.k = t.k - k0 < plan.chunk ? t.k - k0 : plan.chunk;
   s.y = t.y + row * t.y_stride;
   s.y_stride = t.y_stride;
-  s.add = k0 == 0 ? bias : s.y;
-  s.add_stride = k0 == 0 ? 0 : t.y_stride;
+  const bool adds = k0 > 0 || t.adds;
+  s.add = adds ? s.y : bias;
+  s.add_stride = adds ? t.y_stride : 0;
   for (int v = 0; v < vectors; ++v) {
     s.y_at[v] = LinearColumnAt(t, panel * kLinearColumns + v * kLanes<float>);
-    s.add_at[v] = k0 == 0 ? v * kLanes<float> : s.y_at[v];
+    s.add_at[v] = adds ? s.y_at[v] : v * kLanes<float>;
   }
   s.ahead[0] = s.ahead[1] = s.w;
   s.ahead_step = 0;
@@ -122,7 +123,7 @@ HWY_NOINLINE void LinearEdge(const LinearPlan& plan, int64_t row, int64_t rows, 
   float* y[kLinearColumns];
   if (is_partial) {
     for (int64_t j = 0; j < columns; ++j) y[j] = s.y + LinearColumnAt(t, first + j);
-    if (k0 > 0) {
+    if (k0 > 0 || t.adds) {
       for (int64_t i = 0; i < rows; ++i) {
         for (int64_t j = 0; j < width; ++j) {
           tile[i * width + j] = j < columns ? y[j][i * t.y_stride] : 0.0f;
@@ -233,6 +234,7 @@ HWY_INLINE void LinearBlock(const LinearPlan& plan, int64_t begin, int64_t end) 
 
 // k = 0: the bias alone.
 HWY_INLINE void LinearEmpty(const LinearTask& t) {
+  if (t.adds) return;
   for (int64_t i = 0; i < t.m; ++i) {
     for (int64_t j = 0; j < t.n; ++j) {
       t.y[i * t.y_stride + LinearColumnAt(t, j)] = t.bias == nullptr ? 0.0f : t.bias[j];
@@ -271,6 +273,25 @@ void Pack(const float* w, int64_t n, int64_t k, float* packed) {
       for (int64_t j = 0; j < width; ++j) {
         const float* column = w + (n0 + j) * k;
         for (int64_t u = k0; u < k1; ++u) panel[u * width + j] = j < columns ? column[u] : 0.0f;
+      }
+    }
+  }
+}
+
+// Panel by panel of w^T, square by square: both sides of a square are one piece of memory.
+void PackTransposed(const float* packed, int64_t n, int64_t k, float* transposed) {
+  const auto width_at = [](int64_t begin, int64_t end) {
+    return end - begin <= kLanes<float> ? int64_t{kLanes<float>} : kLinearColumns;
+  };
+  for (int64_t u0 = 0; u0 < k; u0 += kLinearColumns) {
+    const int64_t width = width_at(u0, k), columns = HWY_MIN(kLinearColumns, k - u0);
+    for (int64_t j0 = 0; j0 < n; j0 += kLinearColumns) {
+      const int64_t from_width = width_at(j0, n), rows = HWY_MIN(kLinearColumns, n - j0);
+      const float* HWY_RESTRICT from = packed + j0 * k + u0 * from_width;
+      float* HWY_RESTRICT to = transposed + u0 * n + j0 * width;
+      for (int64_t j = 0; j < rows; ++j) {
+        for (int64_t u = 0; u < width; ++u)
+          to[j * width + u] = u < columns ? from[u * from_width + j] : 0.0f;
       }
     }
   }

@@ -9,6 +9,7 @@
 #include <hwy/highway.h>
 
 #include "kernels/linear-inl.h"
+#include "kernels/linear_gradient-inl.h"
 #include "kernels/tables.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -21,6 +22,10 @@ void FillLinear(KernelTable* table) {
   table->linear = Linear;
   table->pack = Pack;
   table->packed_floats = PackedFloats;
+  table->pack_transposed = PackTransposed;
+  table->gradient_block = kGradientBlock;
+  table->gradient_scratch_bytes = kGradientScratchBytes;
+  table->linear_gradient = LinearGradient;
 }
 
 }  // namespace HWY_NAMESPACE
