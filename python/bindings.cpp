@@ -71,6 +71,7 @@ NB_MODULE(_core, m) {
   bind_mask(m);
   bind_attention(m);
   bind_backward(m);
+  bind_cache(m);
   bind_variants(m);
   bind_files(m);
   bind_layer(m);

@@ -7,6 +7,7 @@ namespace qkv::python {
 
 void bind_attention(nanobind::module_& module);
 void bind_backward(nanobind::module_& module);
+void bind_cache(nanobind::module_& module);
 void bind_variants(nanobind::module_& module);
 void bind_files(nanobind::module_& module);
 void bind_layer(nanobind::module_& module);

@@ -1,13 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 from typing import Any, Optional, Union
 
-from ._core import Array, Mask
+from ._core import Array, IntArray, Mask
 
 class KVCache:
-    kind: str
-    capacity: int
-    page_size: int
-    window: Optional[int]
     def __init__(
         self,
         batch: int,
@@ -19,12 +15,34 @@ class KVCache:
         kind: str = "contiguous",
         page_size: int = 64,
         window: Optional[int] = None,
+        *,
+        num_sink_tokens: int = 0,
+        rope: Any = None,
     ) -> None: ...
     @classmethod
     def from_buffers(cls, k_buffer: Array, v_buffer: Array, lengths: Any) -> KVCache: ...
+    @classmethod
+    def load(cls, path: Any) -> KVCache: ...
+    def save(self, path: Any) -> None: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def page_size(self) -> int: ...
+    @property
+    def window(self) -> Optional[int]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def quant_error(self) -> dict[str, Any]: ...
     @property
     def length(self) -> Any: ...
-    def append(self, k: Array, v: Array) -> None: ...
+    def append(
+        self, k: Array, v: Array, *, counts: Optional[IntArray] = None, positions: Optional[IntArray] = None
+    ) -> None: ...
     def attend(
         self,
         q: Array,
@@ -38,8 +56,13 @@ class KVCache:
         return_lse: bool = False,
         return_weights: bool = False,
         num_threads: Optional[int] = None,
+        counts: Optional[IntArray] = None,
+        positions: Optional[IntArray] = None,
+        parents: Optional[IntArray] = None,
     ) -> Any: ...
     def truncate(self, n: int) -> None: ...
+    def keep_of_last(self, n: int, places: IntArray) -> None: ...
+    def reserve(self, tokens: int) -> None: ...
     def fork(self) -> KVCache: ...
 
 def attention_paged(

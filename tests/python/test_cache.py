@@ -120,6 +120,71 @@ def test_from_buffers_works_on_the_callers_memory():
         cache.append(k[:, :, :3], v[:, :, :3])
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "float64", "int8"])
+def test_kinds_give_the_same_bits(dtype):
+    q, k, v = tokens(90, seed=2)
+    q = q.astype(np.float64) if dtype == "float64" else q
+    outs = []
+    for kind in ("contiguous", "ring", "paged"):
+        cache = qkv.KVCache(2, 2, 8, 6, capacity=90, dtype=dtype, kind=kind, page_size=16, window=20)
+        cache.append(k[:, :, :50], v[:, :, :50])
+        for t in range(50, 90):
+            cache.append(k[:, :, t : t + 1], v[:, :, t : t + 1])
+        outs.append(cache.attend(q[:, :, -1:]))
+    np.testing.assert_array_equal(outs[0], outs[1])
+    np.testing.assert_array_equal(outs[0], outs[2])
+
+
+def test_int8_reports_its_error():
+    q, k, v = tokens(30)
+    cache = qkv.KVCache(2, 2, 8, 6, capacity=30, dtype="int8")
+    cache.append(k, v)
+    error = cache.quant_error
+    assert error["num_rows"] == 2 * 2 * 30
+    assert 0.4 / 127 < error["max_relative_k"] <= 0.5001 / 127
+    assert 0 < error["rms_v"] < error["max_abs_v"]
+
+
+def test_counts_saved_and_loaded(tmp_path):
+    q, k, v = tokens(6)
+    cache = qkv.KVCache(2, 2, 8, 6, capacity=10, kind="paged", page_size=4)
+    cache.append(k, v, counts=[6, 2])
+    assert cache.length.tolist() == [6, 2]
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = qkv.KVCache.load(tmp_path / "cache.safetensors")
+    assert (loaded.kind, loaded.capacity, loaded.page_size, loaded.dtype) == ("paged", 10, 4, "float32")
+    out = loaded.attend(q[:, :, :3], counts=[3, 1])
+    np.testing.assert_array_equal(out, cache.attend(q[:, :, :3], counts=[3, 1]))
+    assert (out[1, :, 1:] == 0).all()
+    want = qkv.attention(q[1:, :, :1], k[1:, :, :2], v[1:, :, :2])
+    np.testing.assert_array_equal(out[1:, :, :1], want)
+    everything = loaded.attend(q[:, :, :2], mask=qkv.Mask.full())
+    np.testing.assert_array_equal(everything[:1], qkv.attention(q[:1, :, :2], k[:1], v[:1]))
+
+
+def test_rope_and_a_tree_of_guesses():
+    q, k, v = tokens(12, batch=1, seed=7)
+    parents, depth = [-1, 0, 0, 1], np.array([0, 1, 1, 2])
+    cache = qkv.KVCache(1, 2, 8, 6, capacity=20, rope={"base": 100.0})
+    cache.append(k[:, :, :8], v[:, :, :8])
+    line = cache.fork()
+    cache.append(k[:, :, 8:], v[:, :, 8:], positions=8 + depth)
+    out = cache.attend(q[:, :, 8:], parents=parents, positions=8 + depth)
+    path = [8, 9, 11]
+    line.append(k[:, :, path], v[:, :, path])
+    np.testing.assert_allclose(out[:, :, 3:], line.attend(q[:, :, 11:]), atol=2e-6)
+    cache.keep_of_last(4, [0, 1, 3])
+    np.testing.assert_array_equal(cache.attend(q[:, :, 11:]), line.attend(q[:, :, 11:]))
+    turned = qkv.rope(k[:, :, :8], np.arange(8), base=100.0)
+    plain = qkv.KVCache(1, 2, 8, 6, capacity=20)
+    plain.append(turned, v[:, :, :8])
+    cache.truncate(8)
+    want = plain.attend(qkv.rope(q[:, :, 7:8], np.array([7]), base=100.0))
+    np.testing.assert_allclose(cache.attend(q[:, :, 7:8]), want, atol=2e-6)
+    with pytest.raises(ValueError, match="base, style and rot_dim"):
+        qkv.KVCache(1, 1, 2, 2, 4, rope={"theta": 1})
+
+
 @needs_torch
 def test_cache_takes_torch_tensors():
     q, k, v = (torch.from_numpy(x) for x in tokens(6))
