@@ -3,6 +3,7 @@
 // commands and their output.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <regex>
 #include <sstream>
@@ -105,6 +106,53 @@ TEST(Examples, MiniLm_BadFolder_ExitsWith2) {
       run_command({QKV_EXAMPLES "/example_minilm", "/nowhere", "/nowhere/y"});
   EXPECT_EQ(result.exit_code, 2);
   EXPECT_NE(result.err.find("/nowhere/tokens.json"), std::string::npos) << result.err;
+}
+
+// Few steps: the loss falls from that of guessing (2.77), with heads of their own faster.
+TEST(Examples, Train_LearnsAndDrawsTheLoss) {
+  const TemporaryFolder folder;
+  const CommandResult result =
+      run_command({QKV_EXAMPLES "/example_train", "150", folder / "loss.svg"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(result.err.find('\r'), std::string::npos) << "a bar, but this is no terminal";
+  EXPECT_EQ(lines_of(result.err).size(), 3 * 10U) << result.err;
+  const std::vector<std::string> lines = lines_of(result.out);
+  ASSERT_EQ(lines.size(), 4U) << result.out;
+  const std::pair<const char*, int64_t> layers[] = {
+      {"MHA", 16640}, {"MQA", 9360}, {"MQA-wide", 18656}};
+  std::vector<double> losses;
+  for (size_t l = 0; l < 3; ++l) {
+    std::istringstream row(lines[l + 1]);
+    std::string name;
+    int64_t head_dim = 0, parameters = 0, bytes = 0;
+    double ms = 0, loss = 0, right = 0;
+    row >> name >> head_dim >> parameters >> bytes >> ms >> loss >> right;
+    EXPECT_EQ(name, layers[l].first);
+    EXPECT_EQ(parameters, layers[l].second);
+    EXPECT_GT(ms, 0);
+    EXPECT_GT(right, 100 / 16.0) << lines[l + 1];
+    losses.push_back(loss);
+  }
+  EXPECT_LT(losses[0], 1.9);
+  EXPECT_LT(losses[0], losses[1]);
+  EXPECT_LT(losses[1], 2.7);
+  const std::string svg = read_bytes(folder / "loss.svg");
+  EXPECT_EQ(svg.rfind("<svg ", 0), 0U);
+  EXPECT_EQ(svg.substr(svg.size() - 7), "</svg>\n");
+  const std::regex line("<polyline points=\"(([0-9.]+,[0-9.]+ )+)\"");
+  size_t curves = 0;
+  for (std::sregex_iterator it(svg.begin(), svg.end(), line), end; it != end; ++it, ++curves) {
+    const std::string points = (*it)[1];
+    EXPECT_EQ(std::count(points.begin(), points.end(), ','), 150);
+  }
+  EXPECT_EQ(curves, 3U);
+}
+
+TEST(Examples, Train_BadArguments_ExitsWith2) {
+  EXPECT_EQ(run_command({QKV_EXAMPLES "/example_train", "none"}).exit_code, 2);
+  const CommandResult result = run_command({QKV_EXAMPLES "/example_train", "1", "/nowhere/x.svg"});
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_NE(result.err.find("/nowhere/x.svg"), std::string::npos) << result.err;
 }
 
 TEST(Readme, QuotesTheFirstProgramVerbatim) {

@@ -73,8 +73,8 @@ struct LayerOptions {
 /// h * batch + b, after the mask and the softmax. Either may be empty: then it is never built. Both
 /// f32, any strides with a contiguous last axis.
 struct LayerOutputs {
-  Tensor output;
-  Tensor weights;
+  Tensor output{};
+  Tensor weights{};
 };
 
 /// What a gradient does to the memory that it arrives in.
