@@ -317,7 +317,7 @@ class BackwardSchedule {
     };
     per_head(o.dsinks, dlogsum_, [&](int64_t b, int64_t h, int64_t i) {
       const ConstTensor& lse = b_.lse;
-      const double sink = c_.sinks[h];
+      const double sink = c_.sinks.data()[h];
       if (sink == -HUGE_VAL) return 0.0;
       return std::exp(sink -
                       element(lse, b * lse.stride[0] + h * lse.stride[1] + i * lse.stride[2]));

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <span>
+#include <vector>
 
 #include "kernels/kernels.h"
 #include "mask_terms.h"
@@ -18,6 +19,20 @@ struct EntryKeys {
   int64_t k_head_bytes, v_head_bytes, head_scales;
 };
 
+/// A number per head, kept by the call itself; no allocation up to 64 heads.
+class HeadNumbers {
+ public:
+  HeadNumbers() {}  // NOLINT: few_ is not cleared
+  void fill(const ConstTensor& t);  // nothing if t is not given. check.cpp
+  const double* data() const { return n_ == 0 ? nullptr : many_.empty() ? few_ : many_.data(); }
+
+ private:
+  static constexpr int64_t kFew = 64;
+  int64_t n_ = 0;
+  double few_[kFew];
+  std::vector<double> many_;
+};
+
 struct Call {
   const kernels::KernelTable* kernels;
   int arithmetic;  // 0: f32, 1: f64; index into the kernel table
@@ -27,8 +42,7 @@ struct Call {
   Tensor out, lse, weights;
   const AttentionOptions* options;
   double scale;
-  const double* sinks;         // [num_heads] or nullptr
-  const double* alibi_slopes;  // [num_heads] or nullptr
+  HeadNumbers sinks, alibi_slopes;
 
   // What the mask calls batch entries: entry first_entry + b of num_entries is this call's b. A sequence of a packed batch
   // is a call of one entry.

@@ -10,18 +10,15 @@
 #include "element.h"
 
 namespace qkv {
-namespace {
+namespace {}  // namespace
 
-// A per-head option as doubles, or nullptr.
-const double* doubles(const ConstTensor& t, std::vector<double>* storage) {
-  if (!t) return nullptr;
-  storage->resize(static_cast<size_t>(t.shape[0]));
-  for (int64_t h = 0; h < t.shape[0]; ++h)
-    (*storage)[static_cast<size_t>(h)] = element(t, h * t.stride[0]);
-  return storage->data();
+void HeadNumbers::fill(const ConstTensor& t) {
+  if (!t) return;
+  n_ = t.shape[0];
+  if (n_ > kFew) many_.resize(static_cast<size_t>(n_));
+  double* to = n_ > kFew ? many_.data() : few_;
+  for (int64_t h = 0; h < n_; ++h) to[h] = element(t, h * t.stride[0]);
 }
-
-}  // namespace
 
 void Check::refuse(const std::string& text) const {
   throw Error(fmt::format("{}: {}", caller_, text));
@@ -151,9 +148,8 @@ Call Check::call(const ConstTensor& q, const ConstTensor& k, const ConstTensor& 
   this->options(options, call);
   const double dim = static_cast<double>(call.head_dim_qk);
   call.scale = options.scale ? *options.scale : call.head_dim_qk ? 1.0 / std::sqrt(dim) : 1.0;
-  thread_local std::vector<double> sinks, slopes;
-  call.sinks = doubles(options.sinks, &sinks);
-  call.alibi_slopes = doubles(options.alibi_slopes, &slopes);
+  call.sinks.fill(options.sinks);
+  call.alibi_slopes.fill(options.alibi_slopes);
   call.kernels = &kernels::active();
   return call;
 }

@@ -11,6 +11,7 @@
 #include <memory>
 #include <new>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "call.h"
@@ -249,7 +250,7 @@ class Schedule {
 void Schedule::run_small(int64_t b, TaskMemory* memory) const {
   const Call& c = call_;
   AttentionTask task = make_task({b, 0, 0, num_rows()}, c.num_kv_heads * num_rows(), memory);
-  task.sinks = c.sinks;
+  task.sinks = c.sinks.data();
   if (c.weights) use_weights({b, 0, 0, num_rows()}, &task);
   const kernels::HeadSteps steps{
       c.num_kv_heads, c.group_size * c.q.stride[1],   c.k.stride[1],
@@ -269,7 +270,7 @@ void Schedule::run_small(int64_t b, TaskMemory* memory) const {
 // A block of rows with all of its keys.
 void Schedule::run_whole(const TaskPlace& place, TaskMemory* memory) const {
   AttentionTask task = make_task(place, cut_.task_rows, memory);
-  if (call_.sinks) task.sinks = call_.sinks + place.h_kv * call_.group_size;
+  if (call_.sinks.data()) task.sinks = call_.sinks.data() + place.h_kv * call_.group_size;
   attend(task);
   finish(place, &task);
 }
@@ -282,7 +283,8 @@ void Schedule::run_part(int64_t block, int64_t split, TaskMemory* memory) {
   part.kv_begin = std::min(split * cut_.split_keys, call_.n_kv);
   part.kv_end = std::min(part.kv_begin + cut_.split_keys, call_.n_kv);
   use_part(&part, block, split);
-  if (split == 0 && call_.sinks) part.sinks = call_.sinks + place.h_kv * call_.group_size;
+  if (split == 0 && call_.sinks.data())
+    part.sinks = call_.sinks.data() + place.h_kv * call_.group_size;
   part.unnormalised = true;
   attend(part);
   if (missing_[static_cast<size_t>(block)].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
@@ -322,7 +324,16 @@ void run(std::span<const Call> calls) {
   if (calls.empty()) return;
   const AttentionOptions& options = *calls[0].options;
   const int wanted = options.num_threads ? options.num_threads : default_num_threads();
-  thread_local ScratchBuffer parts;
+  // Memory for parts is kept per thread. An executor may run another call of this thread's inside this
+  // one: that call gets memory of its own.
+  thread_local ScratchBuffer kept;
+  thread_local bool is_busy = false;
+  ScratchBuffer own;
+  ScratchBuffer& parts = is_busy ? own : kept;
+  struct Busy {
+    const bool before = std::exchange(is_busy, true);
+    ~Busy() { is_busy = before; }
+  } busy;
   if (calls.size() == 1) {  // small calls count nanoseconds: no lists
     Schedule schedule(calls[0]);
     if (useful_threads(schedule.item_flop(), schedule.num_items(), wanted) <= 1 &&

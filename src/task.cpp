@@ -125,8 +125,8 @@ kernels::AttentionTask TaskMaker::make(const TaskPlace& place, TaskMemory* memor
   if (has_ranges_) use_ranges(place, memory, &t);
   if (has_dense_) use_dense(place, memory, &t);
   if (documents_) t.q_ids = documents_->q(entry), t.kv_ids = documents_->kv(entry);
-  if (c.alibi_slopes) {
-    t.alibi_slopes = c.alibi_slopes + first_head;
+  if (const double* slopes = c.alibi_slopes.data()) {
+    t.alibi_slopes = slopes + first_head;
     t.first_position = first_position(c.options->mask, c.mask_shape(), entry);
   }
   t.dropout_stream = first_head + c.num_heads * entry;

@@ -40,8 +40,8 @@ TEST(Check, GoodArguments_FillTheCall) {
   EXPECT_EQ(call.head_dim_qk, 8);
   EXPECT_EQ(call.head_dim_v, 4);
   EXPECT_EQ(call.scale, 1 / std::sqrt(8.0));
-  EXPECT_EQ(call.sinks, nullptr);
-  EXPECT_EQ(call.alibi_slopes[5], 6);
+  EXPECT_EQ(call.sinks.data(), nullptr);
+  EXPECT_EQ(call.alibi_slopes.data()[5], 6);
   EXPECT_EQ(call.arithmetic, 0);
   EXPECT_NE(call.kernels, nullptr);
 }

@@ -74,6 +74,34 @@ TEST(Schedule, OrderOfTasks_DoesNotChangeABit) {
 }
 
 // Few rows on many keys are cut along the keys; the parts must add up.
+// Between tasks, makes another call on the same thread, as an executor that steals work may.
+class Nesting : public Executor {
+ public:
+  void run(int64_t num_tasks, int, void (*task)(void*, int64_t), void* context) override {
+    for (int64_t i = 0; i < num_tasks; ++i) {
+      task(context, i);
+      const float sinks[3] = {9, 9, 9};
+      AttentionOptions options;
+      options.sinks = ConstTensor(sinks, {3});
+      options.alibi_slopes = options.sinks;
+      other.attend(options);
+    }
+  }
+  Sample other{3, 5000};
+};
+
+TEST(Schedule, CallInsideACall_KeepsBothResults) {
+  const Sample sample(2, 3000);  // split keys: parts wait for each other
+  const float sinks[3] = {1, 2, 3}, slopes[3] = {0.1F, 0.2F, 0.3F};
+  AttentionOptions options;
+  options.sinks = ConstTensor(sinks, {3});
+  options.alibi_slopes = ConstTensor(slopes, {3});
+  const std::vector<float> alone = sample.attend(options);
+  Nesting executor;
+  options.executor = &executor;
+  EXPECT_EQ(sample.attend(options), alone);
+}
+
 TEST(Schedule, SplitKeys_GiveTheWholeSum) {
   const Sample s(1, 6000);
   ASSERT_GT(cut(kernels::active(), 0, s.heads, s.n_q, s.n_kv).kv_splits, 1);
