@@ -131,7 +131,9 @@ void KvCache::attend(ConstTensor q, const AttentionOutputs& outputs,
   if (!queries.counts.empty() && static_cast<int64_t>(queries.counts.size()) != c.batch)
     kAttend.refuse(fmt::format("counts need one number per batch entry, {}, got {}", c.batch,
                                queries.counts.size()));
-  if (queries.counts.empty() && n_q > calls.longest && c.batch > 0)
+  if (queries.are_outside && (c.window > 0 || m.rope))
+    kAttend.refuse("queries outside the cache have no position, and window and rope need one");
+  if (queries.counts.empty() && !queries.are_outside && n_q > calls.longest && c.batch > 0)
     kAttend.refuse(fmt::format("the queries are the last {} tokens, but length is {}, got q {}",
                                n_q, calls.longest, shape_text(q)));
   if (queries.positions) {
@@ -147,11 +149,11 @@ void KvCache::attend(ConstTensor q, const AttentionOutputs& outputs,
   for (size_t b = 0; b < m.entries.size(); ++b) {
     const int64_t length = m.lengths[b];
     if (queries.counts.empty()) {
-      const int64_t n = std::min(n_q, length);
+      const int64_t n = queries.are_outside ? n_q : std::min(n_q, length);
       rows.push_back({n_q - n, n});
     } else {
       const int64_t n = queries.counts[b];
-      if (n < 0 || n > n_q || n > length)
+      if (n < 0 || n > n_q || (n > length && !queries.are_outside))
         kAttend.refuse(fmt::format("a count must lie in [0, {}], got {} and q {}",
                                    std::min(n_q, length), n, shape_text(q)));
       rows.push_back({0, n});
@@ -187,6 +189,7 @@ void KvCache::attend(ConstTensor q, const AttentionOutputs& outputs,
     // What position and window show: one range per row, of one row with everything visible none.
     const Mask causal = c.window > 0 ? Mask::window(c.window - 1, 0) : Mask::causal_bottom_right();
     const auto mask_of = [&](const Rows& r) {
+      if (queries.are_outside) return Mask();
       if (!options.mask.is_full()) return c.window > 0 ? Mask::window(c.window - 1, -1) : Mask();
       return c.window == 0 && r.n == 1 ? Mask() : causal;
     };

@@ -49,6 +49,9 @@ struct KvQueryOptions {
   /// are padding: out 0, lse -inf, weights 0. Empty: n_q for all.
   std::span<const int64_t> counts{};
   ConstTensor positions{};  ///< [n_q] or [batch, n_q]: as in KvAppendOptions, of the queries
+  /// The queries are no tokens of the cache (cross-attention): n_q is free, and without options.mask
+  /// every row sees every key. For a cache without window and rope.
+  bool are_outside = false;
 };
 
 /// What rounding to i8 did to the tokens appended so far; row = one token of one head.

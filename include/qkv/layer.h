@@ -11,6 +11,9 @@
 
 namespace qkv {
 
+class KvCache;         // kv_cache.h
+struct KvCacheConfig;  // kv_cache.h
+
 /// Sizes of a layer. Widths are per token, head widths per head.
 struct QKV_EXPORT LayerConfig {
   int64_t num_heads = 1;
@@ -160,6 +163,30 @@ class QKV_EXPORT AttentionLayer {
   /// workspace: nullptr uses one that this thread keeps.
   void forward(ConstTensor q, ConstTensor k, ConstTensor v, const LayerOutputs& outputs,
                const LayerOptions& options = {}, Workspace* workspace = nullptr) const;
+
+  /// Self-attention of n more tokens: projects x, appends its keys and values to the cache, lets the
+  /// n tokens attend over all that the cache holds, and projects the heads' outputs.
+  ///
+  ///   x               [batch, n, dim], dim_q = dim_k = dim_v = dim
+  ///   outputs.output  [batch, n, dim_out];  outputs.weights  [num_heads * batch, n, longest + n]
+  ///
+  /// Causal by position unless options.mask is given. RoPE, QK-norm, window, kind and element type are
+  /// the cache's (cache_config()). Token by token and all at once give the same numbers; without rope
+  /// those of forward() with causal_bottom_right. Throws Error and leaves the cache as it was if
+  /// something does not fit. The memory of a step is taken and given back.
+  void step(ConstTensor x, KvCache& cache, const LayerOutputs& outputs,
+            const LayerOptions& options = {}) const;
+  /// Cross-attention: projects k [batch, n, dim_k] and v [batch, n, dim_v] into the cache, once.
+  void project_kv(ConstTensor k, ConstTensor v, KvCache& cache,
+                  const LayerOptions& options = {}) const;
+  /// Cross-attention over a cache that project_kv() filled and that stays as it is: the bits of
+  /// forward(). Every key is visible unless options.mask hides it. Not for a cache with window or rope.
+  ///
+  ///   q  [batch, n_q, dim_q];  n_q may be larger than the number of keys
+  void attend(ConstTensor q, const KvCache& cache, const LayerOutputs& outputs,
+              const LayerOptions& options = {}) const;
+  /// The sizes of a cache for this layer; capacity 0: no limit.
+  KvCacheConfig cache_config(int64_t batch, int64_t capacity = 0) const;
 
   /// forward() that fills `state` for backward(); the same bits.
   void forward_training(ConstTensor q, ConstTensor k, ConstTensor v, const LayerOutputs& outputs,
