@@ -196,9 +196,9 @@ HWY_NOINLINE void DotRows(const KV* HWY_RESTRICT k, int64_t k_stride, int64_t di
   }
 }
 
-// out[r] += sum_x p[r][x] * v[x] for kRows rows, n keys and kVectors vectors of columns (the last
-// one of `tail` columns if tail > 0). out rows are whole aligned vectors.
-template <class T, class KV, int kRows, int kVectors>
+// out[r] += sum_x p[r][x] * v[x] for kRows rows, n keys and kVectors vectors of columns. With kTail
+// there is one vector, of `tail` columns. out rows are whole aligned vectors.
+template <class T, class KV, int kRows, int kVectors, bool kTail>
 HWY_NOINLINE void AddRows(const KV* HWY_RESTRICT v, int64_t v_stride, int tail,
                           const T* HWY_RESTRICT p, int64_t p_stride, T* HWY_RESTRICT out,
                           int64_t out_stride, int n, Ahead* ahead) {
@@ -208,20 +208,20 @@ HWY_NOINLINE void AddRows(const KV* HWY_RESTRICT v, int64_t v_stride, int tail,
   Each<kRows>([&](auto r) HWY_ATTR {
     Each<kVectors>([&](auto c) HWY_ATTR { acc[r][c] = hn::Load(d, at(r, c)); });
   });
-  const auto add = [&](int x, auto c, Vec<T> value) HWY_ATTR {
-    Each<kRows>([&](auto r) HWY_ATTR {
-      acc[r][c] = hn::MulAdd(hn::Set(d, p[r * p_stride + x]), value, acc[r][c]);
-    });
-  };
-  for (int x = 0; x < n; x++, v += v_stride) {
-    if (x % kStrip == 0) FetchStrip(ahead);
-    if (kVectors > 1) {
-      Each<HWY_MAX(kVectors - 1, 1)>([&](auto c)
-                                         HWY_ATTR { add(x, c, Pin(LoadKv(v + c * kLanes<T>))); });
+  for (int strip = 0; strip < n; strip += kStrip) {
+    FetchStrip(ahead);
+    for (int x = strip; x < HWY_MIN(strip + kStrip, n); x++, v += v_stride) {
+      Vec<T> value[kVectors];
+      Each<kVectors>([&](auto c) HWY_ATTR {
+        const KV* from = v + c * kLanes<T>;
+        value[c] = Pin(kTail ? LoadKvTail<T>(from, tail) : LoadKv(from));
+      });
+      Each<kRows>([&](auto r) HWY_ATTR {
+        const Vec<T> weight = hn::Set(d, p[r * p_stride + x]);
+        Each<kVectors>([&](auto c)
+                           HWY_ATTR { acc[r][c] = hn::MulAdd(weight, value[c], acc[r][c]); });
+      });
     }
-    constexpr std::integral_constant<int, kVectors - 1> kLast;
-    const KV* last = v + kLast * kLanes<T>;
-    add(x, kLast, tail == 0 ? LoadKv(last) : LoadKvTail<T>(last, tail));
   }
   Each<kRows>([&](auto r) HWY_ATTR {
     Each<kVectors>([&](auto c) HWY_ATTR { hn::Store(acc[r][c], d, at(r, c)); });
@@ -261,18 +261,21 @@ HWY_INLINE void Add(const KV* v, int64_t v_stride, int64_t dim, const T* p, int6
     const T* pr = p + r * p_stride;
     T* to = out + r * out_stride;
     int64_t c = 0;
-    const auto columns = [&](auto number, int tail) HWY_ATTR {
-      AddRows<T, KV, kRows, number>(v + c, v_stride, tail, pr, p_stride, to + c, out_stride, n,
-                                    &next);
+    const auto columns = [&](auto number, auto is_tail, int tail) HWY_ATTR {
+      AddRows<T, KV, kRows, number, is_tail>(v + c, v_stride, tail, pr, p_stride, to + c,
+                                             out_stride, n, &next);
       c += number * kLanes<T>;
     };
-    while (c + kMost * kLanes<T> <= dim) columns(std::integral_constant<int, kMost>(), 0);
-    if (c >= dim) return;
-    const int left = static_cast<int>((dim - c + kLanes<T> - 1) / kLanes<T>);  // 1 ... kMost
-    const int tail = static_cast<int>(dim % kLanes<T>);
+    while (c + kMost * kLanes<T> <= dim)
+      columns(std::integral_constant<int, kMost>(), std::false_type(), 0);
+    const int left = static_cast<int>((dim - c) / kLanes<T>);  // 0 ... kMost - 1 vectors
     EachOf(std::make_integer_sequence<int, kMost>(), [&](auto number) HWY_ATTR {
-      if (number + 1 == left) columns(std::integral_constant<int, number + 1>(), tail);
+      if constexpr (number > 0) {
+        if (number == left) columns(number, std::false_type(), 0);
+      }
     });
+    if (c < dim)
+      columns(std::integral_constant<int, 1>(), std::true_type(), static_cast<int>(dim - c));
   });
 }
 
