@@ -2,7 +2,8 @@
 // Tier: benchmark. Layers and projections of cases.h as fractions of the roof of the same seconds.
 // One output is compared with plain loops in double before anything is timed.
 //   flop of a projection: 2 m k n; of a layer: its four projections and, per head,
-//   2 visible pairs (head_dim_qk + head_dim_v). Few rows: bytes of the weights, read bandwidth.
+//   2 visible pairs (head_dim_qk + head_dim_v); with the backward (-train) 3 and 3.5 times that.
+//   Few rows: bytes of the weights, read bandwidth.
 //
 //   layer_bench [--benchmark_filter=lesson]    QKV_ISA and QKV_BENCH_THREADS (default 1)
 #include <benchmark/benchmark.h>
@@ -184,6 +185,64 @@ void run_layer(benchmark::State& state, const LayerCase& c, bool want_weights) {
   sample(state, work, call);
 }
 
+// Forward and backward, all gradients. Checked by what is linear: the output in fc_o, and in v with
+// fc_v.bias; the scores in q and in k, with their biases.
+void run_training(benchmark::State& state, const LayerCase& c) {
+  const LayerWeights w = random_weights(c);
+  const AttentionLayer layer(w);
+  const auto buffer = [](int64_t n) { return normal(n, 1); };
+  const int64_t rows_q = c.batch * c.n_q, rows_kv = c.batch * c.n_kv;
+  std::vector<float> q = buffer(rows_q * c.dim_k), k = buffer(rows_kv * c.dim_k),
+                     v = buffer(rows_kv * c.dim_v), doutput = buffer(rows_q * c.dim_out);
+  std::vector<float> output(doutput.size()), dq(q.size()), dk(k.size()), dv(v.size());
+  LayerWeights dw = w;
+  const auto queries = [&](std::vector<float>& x, int64_t dim) {
+    return Tensor(x.data(), {c.batch, c.n_q, dim});
+  };
+  const auto keys = [&](std::vector<float>& x, int64_t dim) {
+    return Tensor(x.data(), {c.batch, c.n_kv, dim});
+  };
+  LayerGradients gradients = LayerGradients::of(dw);
+  gradients.q = queries(dq, c.dim_k), gradients.k = keys(dk, c.dim_k);
+  gradients.v = keys(dv, c.dim_v);
+  LayerOptions options;
+  options.num_threads = num_threads();
+  if (c.mask == CaseMask::causal) options.mask = Mask::causal_bottom_right();
+  AttentionLayer::State kept;
+  const auto call = [&] {
+    layer.forward_training(queries(q, c.dim_k), keys(k, c.dim_k), keys(v, c.dim_v),
+                           {queries(output, c.dim_out), {}}, kept, options);
+    layer.backward(kept, queries(doutput, c.dim_out), gradients);
+  };
+  call();
+  const auto inner = [](const std::vector<float>& x, const std::vector<float>& y) {
+    return dot(x.data(), y.data(), static_cast<int64_t>(x.size()));
+  };
+  double without_bias = inner(doutput, output);
+  for (size_t e = 0; e < doutput.size(); ++e) {
+    without_bias -= static_cast<double>(doutput[e]) *
+                    static_cast<double>(w.fc_o_bias[e % static_cast<size_t>(c.dim_out)]);
+  }
+  const double through_o = inner(w.fc_o_weight, dw.fc_o_weight);
+  const double through_v = inner(v, dv) + inner(w.fc_v_bias, dw.fc_v_bias);
+  const double through_q = inner(q, dq) + inner(w.fc_q_bias, dw.fc_q_bias);
+  const double through_k = inner(k, dk) + inner(w.fc_k_bias, dw.fc_k_bias);
+  const double error =
+      std::max({std::fabs(through_o - without_bias), std::fabs(through_v - without_bias),
+                std::fabs(through_q - through_k)}) /
+      std::sqrt(inner(doutput, doutput) * inner(output, output));
+  require(error < 1e-5, c.name, error);
+  Work work;
+  work.num_threads = num_threads();
+  work.reach = is_avx2() ? c.reach_avx2 : c.reach_avx512;
+  const Mask mask = c.mask == CaseMask::causal ? Mask::causal_bottom_right() : Mask::full();
+  const double heads =
+      static_cast<double>(mask.count_visible({c.batch, c.num_heads, c.n_q, c.n_kv})) *
+      static_cast<double>(4 * c.head_dim);
+  work.flop = 3 * (layer_flop(c) - heads) + 3.5 * heads;
+  sample(state, work, call);
+}
+
 }  // namespace
 }  // namespace qkv::bench
 
@@ -195,6 +254,8 @@ int main(int argc, char** argv) {
     add_case(c.name, [&c](benchmark::State& state) { run_linear(state, c); });
   for (const LayerCase& c : kLayerCases) {
     add_case(c.name, [&c](benchmark::State& state) { run_layer(state, c, false); });
+    add_case(std::string(c.name) + "-train",
+             [&c](benchmark::State& state) { run_training(state, c); });
     if (c.reach_avx512 > 0) continue;  // in a small layer the weights show
     add_case(std::string(c.name) + "-weights",
              [&c](benchmark::State& state) { run_layer(state, c, true); });

@@ -189,7 +189,7 @@ struct LinearTask {
 /// Gradients of a projection's parameters: dw[n, k] = dy^T x and dbias[n] = the sums of the columns of
 /// dy, over all rows. Row i of dy and x is row i % group_rows of group i / group_rows.
 /// A task is the part of dw with rows [n_begin, n_end) and columns [k_begin, k_end), at most
-/// gradient_block of each; dbias is its rows' part. Where both begin and end never changes a bit: a
+/// gradient_block rows; dbias is its rows' part. Where both begin and end never changes a bit: a
 /// sum depends on the number of rows alone.
 /// A row of x that holds NaN or Inf counts for nothing if all n numbers of its row of dy are zero: what
 /// is hidden stays hidden. NaN and Inf reach the elements of dw that their row and column meet.

@@ -24,21 +24,18 @@ HWY_BEFORE_NAMESPACE();
 namespace qkv::kernels {
 namespace HWY_NAMESPACE {
 
-// Longest chunk of rows: a panel of x (32 KB of AVX-512) stays in the L1 cache while the strips pass.
-inline constexpr int64_t kGradientChunk = 256;
-// Columns of dy and of x of a task, both packed in the L2 cache: packing is then 1 / 256 of the
-// loads of the tiles.
-inline constexpr int64_t kGradientBlock = 256;
-// One cache line between panels and between strips: writes of one row do not meet in one set.
-inline constexpr int64_t kGradientPad = 64 / sizeof(float);
-inline constexpr int64_t kPanelFloats = kGradientChunk * kLinearColumns + kGradientPad;
-inline constexpr int64_t kStripFloats =
-    (kGradientChunk * kLinearRows + kGradientPad + kLanes<float> - 1) / kLanes<float> *
-    kLanes<float>;
-inline constexpr int64_t kGradientPanels = (kGradientBlock + kLinearColumns - 1) / kLinearColumns;
+// Longest chunk of rows: a panel of x (24 KB of AVX-512) stays in the L1 cache while the strips pass.
+inline constexpr int64_t kGradientChunk = 192;
+// Columns of dy of a task: their strips (576 KB) stay in the L2 cache while the panels pass, and x is
+// read once. 1024 rows, 768 x 768 on Zen 5: 0.79 of the FMA peak with 256 and chunks of 256, 0.81 with
+// 512, 0.88 with 768 and chunks of 192.
+inline constexpr int64_t kGradientBlock = 768;
+inline constexpr int64_t kPanelFloats = kGradientChunk * kLinearColumns;
+// One cache line between strips: the pieces of one row of dy do not meet in one set.
+inline constexpr int64_t kStripFloats = kGradientChunk * kLinearRows + 64 / sizeof(float);
 inline constexpr int64_t kGradientStrips = (kGradientBlock + kLinearRows - 1) / kLinearRows;
 inline constexpr int64_t kGradientScratchBytes =
-    (kGradientPanels * kPanelFloats + kGradientStrips * kStripFloats) * 4;
+    (kPanelFloats + kGradientStrips * kStripFloats) * 4;
 
 /// Walks rows in order, over the groups.
 struct GradientRows {
@@ -91,45 +88,42 @@ HWY_NOINLINE void PackStrips(const LinearGradientTask& t, int64_t first, int64_t
   }
 }
 
-// Columns of x, kLinearColumns to a panel, zeros behind the last. False if one is NaN or Inf.
-HWY_NOINLINE bool PackPanels(const LinearGradientTask& t, int64_t first, int64_t rows,
-                             float* HWY_RESTRICT panels) {
+// The panel of x from column u on, zeros behind the last column. False if one is NaN or Inf.
+HWY_NOINLINE bool PackPanel(const LinearGradientTask& t, int64_t first, int64_t rows, int64_t u,
+                            float* HWY_RESTRICT panel) {
   const Tag<float> d;
-  const int64_t columns = t.k_end - t.k_begin;
+  const int64_t columns = HWY_MIN(kLinearColumns, t.k_end - u);
   const Vec<float> zero = hn::Zero(d);
   Vec<float> not_finite = zero;  // x * 0 is not 0 for NaN and Inf
   GradientRows from = XRows(t, first);
-  for (int64_t r = 0; r < rows; ++r, from.next()) {
-    const float* HWY_RESTRICT row = from.at + t.k_begin;
-    for (int64_t u0 = 0, p = 0; u0 < columns; u0 += kLinearColumns, ++p) {
-      float* HWY_RESTRICT to = panels + p * kPanelFloats + r * kLinearColumns;
-      for (int64_t u = u0; u < u0 + kLinearColumns; u += kLanes<float>, to += kLanes<float>) {
-        const int64_t left = columns - u;
-        const Vec<float> v = left >= kLanes<float> ? hn::LoadU(d, row + u)
-                             : left > 0            ? LoadSome(row + u, left)
-                                                   : zero;
+  if (columns == kLinearColumns) {
+    for (int64_t r = 0; r < rows; ++r, from.next(), panel += kLinearColumns) {
+      Each<kLinearVectors>([&](auto j) HWY_ATTR {
+        const Vec<float> v = hn::LoadU(d, from.at + u + j * kLanes<float>);
         not_finite = hn::MulAdd(v, zero, not_finite);
-        hn::Store(v, d, to);
-      }
+        hn::Store(v, d, panel + j * kLanes<float>);
+      });
+    }
+  } else {
+    for (int64_t r = 0; r < rows; ++r, from.next(), panel += kLinearColumns) {
+      for (int64_t c = 0; c < kLinearColumns; ++c) panel[c] = c < columns ? from.at[u + c] : 0.0f;
+      for (int64_t c = 0; c < kLinearColumns; c += kLanes<float>)
+        not_finite = hn::MulAdd(hn::Load(d, panel + c), zero, not_finite);
     }
   }
   return hn::AllTrue(d, hn::Eq(not_finite, zero));
 }
 
-// Rows of x whose row of dy is all zero, and which are not finite, become zeros.
-HWY_NOINLINE void HideRows(const LinearGradientTask& t, int64_t first, int64_t rows,
-                           float* panels) {
-  GradientRows x = XRows(t, first), dy = DyRows(t, first);
-  for (int64_t r = 0; r < rows; ++r, x.next(), dy.next()) {
+// Rows of a panel that are not finite, and whose row of dy is all zero, become zeros.
+HWY_NOINLINE void HideRows(const LinearGradientTask& t, int64_t first, int64_t rows, float* panel) {
+  GradientRows dy = DyRows(t, first);
+  for (int64_t r = 0; r < rows; ++r, dy.next(), panel += kLinearColumns) {
     bool is_finite = true, is_hidden = true;
-    for (int64_t u = t.k_begin; u < t.k_end; ++u) is_finite = is_finite && x.at[u] * 0.0f == 0.0f;
+    for (int64_t c = 0; c < kLinearColumns; ++c) is_finite = is_finite && panel[c] * 0.0f == 0.0f;
     if (is_finite) continue;
     for (int64_t j = 0; j < t.n; ++j) is_hidden = is_hidden && dy.at[j] == 0.0f;
     if (!is_hidden) continue;
-    for (int64_t p = 0; p * kLinearColumns < t.k_end - t.k_begin; ++p) {
-      for (int64_t u = 0; u < kLinearColumns; ++u)
-        panels[p * kPanelFloats + r * kLinearColumns + u] = 0.0f;
-    }
+    for (int64_t c = 0; c < kLinearColumns; ++c) panel[c] = 0.0f;
   }
 }
 
@@ -215,14 +209,13 @@ HWY_NOINLINE void AddBias(const LinearGradientTask& t, int64_t first, int64_t ro
 }
 
 HWY_INLINE void GradientChunk(const LinearGradientTask& t, int64_t first, int64_t rows, bool adds) {
-  float* panels = static_cast<float*>(t.scratch);
-  float* strips = panels + kGradientPanels * kPanelFloats;
-  if (!PackPanels(t, first, rows, panels)) HideRows(t, first, rows, panels);
+  float* panel = static_cast<float*>(t.scratch);
+  float* strips = panel + kPanelFloats;
   PackStrips(t, first, rows, strips);
   GradientTile g;
-  g.rows = rows, g.dw_stride = t.dw_stride, g.adds = adds;
-  for (int64_t u = t.k_begin, p = 0; u < t.k_end; u += kLinearColumns, ++p) {
-    g.panel = panels + p * kPanelFloats;
+  g.panel = panel, g.rows = rows, g.dw_stride = t.dw_stride, g.adds = adds;
+  for (int64_t u = t.k_begin; u < t.k_end; u += kLinearColumns) {
+    if (!PackPanel(t, first, rows, u, panel)) HideRows(t, first, rows, panel);
     for (int64_t j = t.n_begin, s = 0; j < t.n_end; j += kLinearRows, ++s) {
       g.strip = strips + s * kStripFloats;
       g.dw = t.dw + j * t.dw_stride + u;
