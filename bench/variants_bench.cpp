@@ -17,6 +17,7 @@
 namespace qkv::bench {
 namespace {
 
+constexpr int64_t kTop = 8, kLastRows = 32;
 constexpr int64_t kHeads = 8, kN = 2048, kDim = 64, kSize = kHeads * kN * kDim;
 
 struct Variant {
@@ -72,6 +73,24 @@ int run() {
     };
   };
   const AttentionOptions full = with(Mask::full());
+  std::vector<float> column_sums(kHeads * kN), entropy(kHeads * kN), top(kHeads * kN * kTop);
+  std::vector<int64_t> top_keys(kHeads * kN * kTop), last_rows(kLastRows);
+  for (int64_t r = 0; r < kLastRows; ++r) last_rows[static_cast<size_t>(r)] = kN - kLastRows + r;
+  const auto form = [&](const Mask& mask, const AttentionOutputs& wanted) {
+    return [&, options = with(mask), wanted] {
+      AttentionOutputs outputs = wanted;
+      outputs.out = Tensor(out.data(), {1, kHeads, kN, kDim});
+      attention(view(x, 0), view(x, 1), view(x, 2), outputs, options);
+    };
+  };
+  AttentionOutputs mean, rows, largest, sums, entropies;
+  mean.mean_weights = Tensor(weights.data(), {1, kN, kN});
+  rows.row_weights = Tensor(weights.data(), {1, kHeads, kLastRows, kN});
+  rows.weight_rows = ConstTensor(last_rows.data(), {kLastRows});
+  largest.top_weights = Tensor(top.data(), {1, kHeads, kN, kTop});
+  largest.top_keys = Tensor(top_keys.data(), {1, kHeads, kN, kTop});
+  sums.column_sums = Tensor(column_sums.data(), {1, kHeads, kN});
+  entropies.entropy = Tensor(entropy.data(), {1, kHeads, kN});
   AttentionOptions softcap = full, alibi = full, biased = full, causal_additive = full,
                    dropout = full;
   softcap.softcap = 30, dropout.dropout = 0.1;
@@ -110,6 +129,13 @@ int run() {
          attention(view(x_f16, 0), view(x_f16, 1), view(x_f16, 2), outputs, full);
        }},
       {"with weights", "full", 1 / 2.2, Mask::full(), f32(full, true)},
+      {"with mean weights", "full", 1 / 2.2, Mask::full(), form(Mask::full(), mean)},
+      {"with weights of the last 32 rows", "full", 0.9, Mask::full(), form(Mask::full(), rows)},
+      {"with the 8 largest weights", "full", 1 / 2.2, Mask::full(), form(Mask::full(), largest)},
+      {"with column sums", "full", 1 / 2.2, Mask::full(), form(Mask::full(), sums)},
+      {"with entropy", "full", 1 / 2.2, Mask::full(), form(Mask::full(), entropies)},
+      {"causal with column sums", "causal", 1 / 2.2, causal, form(causal, sums)},
+      {"causal with entropy", "causal", 1 / 2.2, causal, form(causal, entropies)},
       {"dropout", "full", 0, Mask::full(), f32(dropout)},
   };
   const MaskShape shape{1, kHeads, kN, kN};

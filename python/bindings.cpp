@@ -21,7 +21,8 @@ PyObject* or_null(nb::handle value) { return value.is_none() ? nullptr : value.p
 
 nb::dict plan_dict(int64_t batch, int64_t num_heads, int64_t num_kv_heads, int64_t n_q,
                    int64_t n_kv, int64_t head_dim_qk, int64_t head_dim_v, nb::handle dtype,
-                   nb::handle dtype_kv, bool return_weights, nb::handle mask,
+                   nb::handle dtype_kv, bool return_weights, bool return_mean_weights,
+                   bool return_row_weights, bool return_column_sums, nb::handle mask,
                    nb::handle num_threads) {
   Problem problem;
   problem.batch = batch, problem.num_heads = num_heads, problem.num_kv_heads = num_kv_heads;
@@ -29,7 +30,8 @@ nb::dict plan_dict(int64_t batch, int64_t num_heads, int64_t num_kv_heads, int64
   problem.head_dim_qk = head_dim_qk, problem.head_dim_v = head_dim_v;
   problem.dtype = dtype_from_python(dtype.ptr(), "plan");
   problem.dtype_kv = dtype_from_python(dtype_kv.ptr(), "plan");
-  problem.want_weights = return_weights;
+  problem.want_weights = return_weights, problem.want_mean_weights = return_mean_weights;
+  problem.want_row_weights = return_row_weights, problem.want_column_sums = return_column_sums;
   OptionArguments::Values values{};
   values.mask = or_null(mask), values.num_threads = or_null(num_threads);
   const OptionArguments arguments(values, "plan");
@@ -77,7 +79,8 @@ NB_MODULE(_core, m) {
   bind_layer(m);
   m.def("plan", &plan_dict, "batch"_a, "num_heads"_a, "num_kv_heads"_a, "n_q"_a, "n_kv"_a,
         "head_dim_qk"_a, "head_dim_v"_a, "dtype"_a, "dtype_kv"_a, "return_weights"_a,
-        "mask"_a.none(), "num_threads"_a.none());
+        "return_mean_weights"_a, "return_row_weights"_a, "return_column_sums"_a, "mask"_a.none(),
+        "num_threads"_a.none());
   m.def("info", &info_dict);
   m.def(
       "set_isa", [](const std::string& isa) { qkv::set_isa(isa); }, "isa"_a);

@@ -6,7 +6,7 @@
 namespace qkv::python {
 
 const char kAttentionDoc[] =
-    R"doc(attention(q, k, v, *, mask=None, bias=None, scale=None, softcap=None, sinks=None, alibi_slopes=None, dropout=0.0, seed=0, return_lse=False, return_weights=False, out=None, num_threads=None)
+    R"doc(attention(q, k, v, *, mask=None, bias=None, scale=None, softcap=None, sinks=None, alibi_slopes=None, dropout=0.0, seed=0, return_lse=False, return_weights=False, return_mean_weights=False, weight_rows=None, top_k=None, return_column_sums=False, return_entropy=False, out=None, num_threads=None)
 --
 
 Exact attention: out = softmax(scale * q k^T over visible keys) v, per head.
@@ -34,21 +34,35 @@ A score s is made in this order:
 dropout drops weights with that probability, by a generator keyed by (seed, b, h, i, j): the same
 drops for any number of threads. num_threads: None = all usable cores. out: an array to write to.
 
-Returns out, or a tuple in the order (out, lse, weights) with what was asked for. Arrays are of
-the kind of q: NumPy in, NumPy out; torch in, torch out; likewise anything with DLPack.
+Returns out, or a tuple in the order (out, lse, weights, then the forms of the weights as below)
+with what was asked for. Arrays are of the kind of q: NumPy in, NumPy out; torch in, torch out;
+likewise anything with DLPack.
+
+Forms of the weights p, made tile by tile, all before dropout (float32, float64 for float64):
+  return_mean_weights  mean_weights [batch, n_q, n_kv]: (1 / num_heads) sum over h of p
+  weight_rows          row_weights  [batch, num_heads, len(weight_rows), n_kv]: those query rows only;
+                                    a sequence of integers in [0, n_q)
+  top_k                top_weights  [batch, num_heads, n_q, top_k]: the largest of each row, falling,
+                       top_keys     [batch, num_heads, n_q, top_k]: and their keys, int64; equal
+                                    weights by rising key; 0 and -1 behind the last visible key
+  return_column_sums   column_sums  [batch, num_heads, n_kv]: sum over the queries of p, which is
+                                    what cache eviction asks for
+  return_entropy       entropy      [batch, num_heads, n_q]: -sum over the keys of p ln p, 0 ln 0 = 0
 
 No copies: any strides (broadcast, transposed, negative, read-only) are read in place, with one
 exception: an array whose last axis is not contiguous is copied once.
 
 Edge cases: any extent may be 0. A query that sees no key gets out 0, weights 0, lse -inf (its
 sink if there is one). NaN or Inf in a hidden key or value never reaches a result; in a visible
-one it does. Asking for lse or weights, or another number of threads, changes no bit of out.
+one it does. Asking for lse, weights or their forms, or another number of threads, changes no bit
+of out; row_weights and top_weights are those of weights, bit for bit.
 
 Errors: ValueError before anything is written, naming both shapes; TypeError for what is no array.
 Torch tensors that require gradients are refused: use qkv.torch.scaled_dot_product_attention.
 
 Cost: 2 * visible pairs * (head_dim_qk + head_dim_v) flop, memory O(threads * tile); weights are
-the only n_q x n_kv array, and only if asked for. The GIL is released; Ctrl-C interrupts.
+the only n_q x n_kv array per head, and only if asked for. weights, top_weights and entropy take one
+more pass over the scores together, the other forms one each. The GIL is released; Ctrl-C interrupts.
 
 >>> import numpy as np, qkv
 >>> q = np.random.randn(2, 8, 5, 64).astype(np.float32)      # 8 query heads

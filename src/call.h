@@ -40,6 +40,7 @@ struct Call {
   ConstTensor q, k, v;
   const EntryKeys* keys;  // [batch], or nullptr: k and v. Of k and v only type and row stride count
   Tensor out, lse, weights;
+  const AttentionOutputs* forms;  // of the weights; nullptr: none is wanted
   const AttentionOptions* options;
   double scale;
   HeadNumbers sinks, alibi_slopes;
@@ -66,6 +67,15 @@ Cut cut(const kernels::KernelTable& table, int arithmetic, int64_t num_kv_heads,
 
 /// Threads worth waking for this much work. plan.cpp.
 int useful_threads(int64_t flop, int64_t items, int num_threads);
+/// Items that go out together: about 50 us of work. plan.cpp.
+int64_t items_per_ticket(int64_t item_flop);
+
+/// True if a form of the weights is made after the rows: what sums over rows or heads, or is wanted for
+/// some rows only. It needs the softmax state of every row.
+inline bool needs_states(const Call& call) {
+  return call.forms &&
+         (call.forms->mean_weights || call.forms->column_sums || call.forms->row_weights);
+}
 
 /// Runs a call, or several with the same options as one job. schedule.cpp.
 void run(const Call& call);

@@ -90,6 +90,12 @@ void Check::output(const ConstTensor& t, const char* what, std::initializer_list
   }
 }
 
+void Check::no_forms(const AttentionOutputs& o) const {
+  if (o.mean_weights || o.weight_rows || o.row_weights || o.top_weights || o.top_keys ||
+      o.column_sums || o.entropy)
+    refuse("forms of the weights are made by attention() only");
+}
+
 void Check::per_head(const ConstTensor& t, const char* what, int64_t num_heads) const {
   if (!t) return;
   if (t.rank != 1 || t.shape[0] != num_heads || !info(t.dtype).is_float ||

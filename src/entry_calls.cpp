@@ -50,6 +50,7 @@ void EntryCalls::check_query(const ConstTensor& q) const {
 void EntryCalls::run(const ConstTensor& q, DType out_dtype, const AttentionOutputs& outputs,
                      const AttentionOptions& options) const {
   check_query(q);
+  check.no_forms(outputs);
   const int64_t batch = q.shape[0], num_heads = q.shape[1], n_q = q.shape[2];
   const DType arithmetic = q.dtype == DType::f64 ? DType::f64 : DType::f32;
   if (outputs.out) {

@@ -22,6 +22,8 @@ constexpr int64_t kMinSplitKeys = 512;
 // Waking a thread costs about 30 us after a pause (pool, measured on Zen 4); below this share per
 // thread it does not pay.
 constexpr int64_t kFlopPerThread = 4'000'000;
+// Small items go out in batches of about 50 us.
+constexpr int64_t kFlopPerTicket = 10'000'000;
 
 }  // namespace
 
@@ -47,6 +49,10 @@ int useful_threads(int64_t flop, int64_t items, int num_threads) {
   const double most =
       std::min(total / static_cast<double>(kFlopPerThread) + 1, static_cast<double>(items));
   return static_cast<int>(std::min(most, static_cast<double>(num_threads)));
+}
+
+int64_t items_per_ticket(int64_t item_flop) {
+  return std::max<int64_t>(1, kFlopPerTicket / std::max<int64_t>(item_flop, 1));
 }
 
 Plan plan(const Problem& p, const AttentionOptions& options) {
@@ -114,6 +120,10 @@ Plan plan(const Problem& p, const AttentionOptions& options) {
     const int64_t part = (c.task_rows * (p.head_dim_v + 2) + 31) / 32 * 32 * item_bytes;
     plan.scratch_bytes =
         plus(plan.scratch_bytes, times({part, plan.work_items}, "scratch of splits"), "scratch");
+  }
+  if (p.want_mean_weights || p.want_row_weights || p.want_column_sums) {
+    plan.scratch_bytes = plus(plan.scratch_bytes,
+                              times({2, heads, p.n_q, item_bytes}, "scratch of states"), "scratch");
   }
   if (p.pass != Pass::forward && !is_empty) describe_backward(p, options, &plan);
   // Coarse model: 0.9 of two FMAs per cycle at 3.5 GHz, or 15 GB/s per thread, whichever is slower.

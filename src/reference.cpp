@@ -162,6 +162,48 @@ Forward forward(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v
   return result;
 }
 
+WeightForms weight_forms(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
+                         const AttentionOptions& options, const std::vector<int64_t>& weight_rows,
+                         int64_t top_k) {
+  const Problem x = problem_of(q, k, v, options);
+  const MaskShape& n = x.shape;
+  WeightForms forms;
+  forms.mean_weights.resize(static_cast<size_t>(n.batch * n.n_q * n.n_kv));
+  forms.column_sums.resize(static_cast<size_t>(n.batch * n.num_heads * n.n_kv));
+  for (int64_t b = 0; b < n.batch; ++b)
+    for (int64_t h = 0; h < n.num_heads; ++h) {
+      for (const int64_t i : weight_rows) {
+        const Row row = softmax(x, b, h, i);
+        forms.row_weights.insert(forms.row_weights.end(), row.weights.begin(), row.weights.end());
+      }
+      for (int64_t i = 0; i < n.n_q; ++i) {
+        const Row row = softmax(x, b, h, i);
+        double* mean = forms.mean_weights.data() + row_index(1, n.n_q, n.n_kv, b, 0, i);
+        double* sums = forms.column_sums.data() + row_index(n.num_heads, 1, n.n_kv, b, h, 0);
+        double entropy = 0;
+        std::vector<int64_t> keys;  // visible ones
+        for (int64_t j = 0; j < n.n_kv; ++j) {
+          const double p = row.weights[static_cast<size_t>(j)];
+          mean[j] += p / static_cast<double>(n.num_heads);
+          sums[j] += p;
+          if (p != 0) entropy -= p * std::log(p);
+          if (row.scores[static_cast<size_t>(j)].is_visible) keys.push_back(j);
+        }
+        forms.entropy.push_back(entropy);
+
+        std::stable_sort(keys.begin(), keys.end(), [&](int64_t a, int64_t c) {
+          return row.weights[static_cast<size_t>(a)] > row.weights[static_cast<size_t>(c)];
+        });
+        keys.resize(static_cast<size_t>(top_k), -1);
+        for (const int64_t j : keys) {
+          forms.top_keys.push_back(j);
+          forms.top_weights.push_back(j < 0 ? 0 : row.weights[static_cast<size_t>(j)]);
+        }
+      }
+    }
+  return forms;
+}
+
 Backward backward(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
                   const ConstTensor& dout, const ConstTensor& dlse,
                   const AttentionOptions& options) {

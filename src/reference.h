@@ -3,6 +3,7 @@
 // Everything fast in this library is measured against these functions. Arguments must be valid
 // (attention() says what that means).
 #pragma once
+#include <cstdint>
 #include <vector>
 
 #include "qkv/attention.h"
@@ -17,6 +18,19 @@ struct Forward {
 };
 Forward forward(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
                 const AttentionOptions& options = {});
+
+/// The forms of the weights, each made of one full row after another. Row-major, in double.
+struct WeightForms {
+  std::vector<double> mean_weights;  ///< [batch, n_q, n_kv]
+  std::vector<double> row_weights;   ///< [batch, num_heads, n_rows, n_kv]
+  std::vector<double> top_weights;   ///< [batch, num_heads, n_q, top_k]
+  std::vector<int64_t> top_keys;     ///< as top_weights
+  std::vector<double> column_sums;   ///< [batch, num_heads, n_kv]
+  std::vector<double> entropy;       ///< [batch, num_heads, n_q]
+};
+WeightForms weight_forms(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v,
+                         const AttentionOptions& options, const std::vector<int64_t>& weight_rows,
+                         int64_t top_k);
 
 /// Gradients of sum(dout * out) + sum(dlse * lse). Row-major, in double; empty where the input is
 /// not given.

@@ -16,6 +16,7 @@
 
 #include "call.h"
 #include "task.h"
+#include "weight_pass.h"
 
 namespace qkv {
 
@@ -46,7 +47,7 @@ class Schedule {
       : call_(call),
         cut_(cut(*call.kernels, call.arithmetic, call.num_kv_heads, call.n_q * call.group_size,
                  call.n_kv)),
-        is_small_(cut_.is_decode && call.arithmetic == 0 && !call.keys &&
+        is_small_(cut_.is_decode && call.arithmetic == 0 && !call.keys && !call.forms &&
                   call.n_kv <= call.kernels->small_keys),
         num_blocks_(is_small_ ? call.batch : call.batch * call.num_kv_heads * cut_.row_blocks),
         maker_(call, (cut_.is_decode ? call.kernels->decode_scratch_bytes
@@ -62,13 +63,12 @@ class Schedule {
            std::min(call_.n_kv, cut_.split_keys) * (call_.head_dim_qk + call_.head_dim_v);
   }
 
-  int64_t parts_bytes() const {
-    return cut_.kv_splits > 1 ? num_items() * part_elements_ * call_.arithmetic_bytes() : 0;
-  }
-  // Memory for the parts of split rows.
-  void use_parts(char* parts) {
+  // The parts of split rows, then the states of all rows if they are needed after their tasks.
+  int64_t memory_bytes() const { return parts_bytes() + states_bytes(); }
+  void use_memory(char* memory) {
+    if (needs_states(call_)) states_ = memory + parts_bytes();
     if (cut_.kv_splits == 1) return;
-    parts_ = parts;
+    parts_ = memory;
     missing_ = std::make_unique<std::atomic<int32_t>[]>(static_cast<size_t>(num_blocks_));
     for (int64_t i = 0; i < num_blocks_; ++i)
       missing_[static_cast<size_t>(i)] = static_cast<int32_t>(cut_.kv_splits);
@@ -86,6 +86,11 @@ class Schedule {
   }
   bool items_differ() const { return maker_.has_ranges() && !is_small_; }
 
+  // What is left when all items are done.
+  void run_weight_pass(int threads, Executor* executor) const {
+    if (needs_states(call_)) WeightPass(call_, cut_, maker_, states_).run(threads, executor);
+  }
+
   void run_item(int64_t item) {
     thread_local TaskMemory memory;
     if (is_small_) {
@@ -99,6 +104,12 @@ class Schedule {
 
  private:
   int64_t num_rows() const { return call_.n_q * call_.group_size; }
+  int64_t parts_bytes() const {
+    return cut_.kv_splits > 1 ? num_items() * part_elements_ * call_.arithmetic_bytes() : 0;
+  }
+  int64_t states_bytes() const {
+    return needs_states(call_) ? call_.batch * WeightPass::state_bytes(call_) : 0;
+  }
 
   TaskPlace place_of(int64_t block) const {
     const int64_t pair = cut_.row_blocks == 1 ? block : block / cut_.row_blocks;
@@ -111,8 +122,12 @@ class Schedule {
   AttentionTask make_task(const TaskPlace& place, int64_t state_rows, TaskMemory* memory) const {
     AttentionTask task = maker_.make(place, memory);
     const int64_t bytes = call_.arithmetic_bytes();
-    char* state = static_cast<char*>(memory->state.reserve(2 * state_rows * bytes));
-    task.state_m = state, task.state_l = state + state_rows * bytes;
+    if (states_) {
+      WeightPass::use_state(call_, place, states_, &task);
+    } else {
+      char* state = static_cast<char*>(memory->state.reserve(2 * state_rows * bytes));
+      task.state_m = state, task.state_l = state + state_rows * bytes;
+    }
     const Tensor& out = call_.out;
     if (out) {
       task.out_dtype = out.dtype, task.out_token_stride = out.stride[2],
@@ -201,22 +216,22 @@ class Schedule {
     }
   }
 
-  // lse and weights of a block, from the state that its attention left.
+  // lse, weights and their forms by row of a block, from the state that its attention left.
   void finish(const TaskPlace& place, AttentionTask* task) const {
     if (call_.lse)
       call_.arithmetic == 0 ? store_lse<float>(place, *task) : store_lse<double>(place, *task);
-    if (!call_.weights) return;
-    use_weights(place, task);
-    (cut_.is_decode ? call_.kernels->decode_weights
-                    : call_.kernels->prefill_weights)[call_.arithmetic](*task);
+    const AttentionOutputs* forms = call_.forms;
+    if (!call_.weights && !(forms && (forms->top_weights || forms->entropy))) return;
+    if (call_.weights) use_weights(place, task);
+    (cut_.is_decode
+         ? call_.kernels->decode_weights
+         : call_.kernels->prefill_weights)[call_.arithmetic](*task, row_forms(call_, place));
   }
 
   void use_weights(const TaskPlace& place, AttentionTask* task) const {
     const Tensor& w = call_.weights;
-    const int64_t offset = place.b * w.stride[0] + place.h_kv * call_.group_size * w.stride[1];
-    task->weights = element_pointer(w, offset);
+    task->weights = group_pointer(call_, w, place);
     task->weights_token_stride = w.stride[2], task->weights_head_stride = w.stride[1];
-    task->n_weights = call_.n_kv;
   }
 
   template <class T>
@@ -243,6 +258,7 @@ class Schedule {
   const TaskMaker maker_;
   int64_t part_elements_ = 0;
   char* parts_ = nullptr;
+  char* states_ = nullptr;  // of all rows; nullptr: not needed after their tasks
   std::unique_ptr<std::atomic<int32_t>[]> missing_;
 };
 
@@ -324,12 +340,12 @@ void run(std::span<const Call> calls) {
   if (calls.empty()) return;
   const AttentionOptions& options = *calls[0].options;
   const int wanted = options.num_threads ? options.num_threads : default_num_threads();
-  // Memory for parts is kept per thread. An executor may run another call of this thread's inside this
-  // one: that call gets memory of its own.
+  // Memory for parts and states is kept per thread. An executor may run another call of this thread's
+  // inside this one: that call gets memory of its own.
   thread_local ScratchBuffer kept;
   thread_local bool is_busy = false;
   ScratchBuffer own;
-  ScratchBuffer& parts = is_busy ? own : kept;
+  ScratchBuffer& memory = is_busy ? own : kept;
   struct Busy {
     const bool before = std::exchange(is_busy, true);
     ~Busy() { is_busy = before; }
@@ -338,8 +354,9 @@ void run(std::span<const Call> calls) {
     Schedule schedule(calls[0]);
     if (useful_threads(schedule.item_flop(), schedule.num_items(), wanted) <= 1 &&
         !options.executor) {
-      schedule.use_parts(static_cast<char*>(parts.reserve(schedule.parts_bytes())));
+      schedule.use_memory(static_cast<char*>(memory.reserve(schedule.memory_bytes())));
       for (int64_t i = 0; i < schedule.num_items(); ++i) schedule.run_item(i);
+      schedule.run_weight_pass(1, nullptr);
       return;
     }
   }
@@ -350,23 +367,26 @@ void run(std::span<const Call> calls) {
   for (const Call& call : calls) {
     const Schedule& s = job.schedules.emplace_back(call);
     job.first.push_back(items);
-    items += s.num_items(), bytes += s.parts_bytes();
+    items += s.num_items(), bytes += s.memory_bytes();
     flop += static_cast<double>(s.item_flop()) * static_cast<double>(s.num_items());
     if (s.num_items() > 0) most_flop = std::max(most_flop, s.item_flop());
     differ |= s.items_differ();
   }
   job.first.push_back(items);
-  if (items == 0) return;
-  char* at = static_cast<char*>(parts.reserve(bytes));
-  for (Schedule& s : job.schedules) s.use_parts(at), at += s.parts_bytes();
+  char* at = static_cast<char*>(memory.reserve(bytes));
+  for (Schedule& s : job.schedules) s.use_memory(at), at += s.memory_bytes();
+  const auto finish = [&](int threads) {
+    for (const Schedule& s : job.schedules) s.run_weight_pass(threads, options.executor);
+  };
+  if (items == 0) return finish(1);
   const int threads =
       useful_threads(static_cast<int64_t>(flop / static_cast<double>(items)), items, wanted);
   if (threads <= 1 && !options.executor) {
     for (int64_t i = 0; i < items; ++i) job.run_item(i);
-    return;
+    return finish(1);
   }
-  // Small items go out in batches of about 50 us; long ones first.
-  job.per_ticket = std::max<int64_t>(1, 10'000'000 / std::max<int64_t>(most_flop, 1));
+  // Small items go out in batches; long ones first.
+  job.per_ticket = items_per_ticket(most_flop);
   if (differ) {
     std::vector<int64_t> keys(static_cast<size_t>(items));
     for (int64_t i = 0; i < items; ++i) {
@@ -382,6 +402,7 @@ void run(std::span<const Call> calls) {
   }
   Executor& executor = options.executor ? *options.executor : default_executor();
   executor.run((items + job.per_ticket - 1) / job.per_ticket, threads, &Job::run_ticket, &job);
+  finish(std::max(threads, 1));
 }
 
 }  // namespace qkv

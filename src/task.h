@@ -23,6 +23,11 @@ struct TaskPlace {
   int64_t b, h_kv, row_begin, n_rows;
 };
 
+/// Element (token 0, head 0 of the group) of a result [batch, num_heads, n_q, ...].
+inline void* group_pointer(const Call& call, const Tensor& t, const TaskPlace& place) {
+  return element_pointer(t, place.b * t.stride[0] + place.h_kv * call.group_size * t.stride[1]);
+}
+
 /// What a task points to, kept per thread: no allocation from the second call on.
 struct TaskMemory {
   ScratchBuffer kernel, state;

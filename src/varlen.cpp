@@ -74,6 +74,7 @@ void attention_varlen(ConstTensor q, ConstTensor k, ConstTensor v, ConstTensor c
   }
   if (outputs.weights)
     kCheck.refuse("weights of packed sequences are ragged and cannot be returned");
+  kCheck.no_forms(outputs);
   const DType arithmetic = q.dtype == DType::f64 ? DType::f64 : DType::f32;
   if (outputs.out) {
     kCheck.output(outputs.out, "outputs.out", {q.shape[0], q.shape[1], v.shape[2]}, q.dtype);

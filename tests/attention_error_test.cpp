@@ -13,9 +13,17 @@ namespace {
 
 using test::TestTensor;
 
+const std::vector<int64_t> kWeightRows = {2, 0}, kBadRows = {1, 3}, kNegativeRows = {-1};
+
+template <class T>
+T with_dtype(T t, DType dtype) {
+  t.dtype = dtype;
+  return t;
+}
+
 // A good call that each case spoils in one way.
 struct Arguments {
-  TestTensor memory{DType::f32, {65536}};
+  TestTensor memory{DType::f32, {131072}};
   ConstTensor q, k, v;
   AttentionOutputs outputs;
   AttentionOptions options;
@@ -25,8 +33,16 @@ struct Arguments {
     q = input({2, 4, 3, 8});
     k = input({2, 2, 5, 8});
     v = input({2, 2, 5, 6});
-    outputs = {
-        .out = output({2, 4, 3, 6}), .lse = output({2, 4, 3}), .weights = output({2, 4, 3, 5})};
+    outputs = {.out = output({2, 4, 3, 6}),
+               .lse = output({2, 4, 3}),
+               .weights = output({2, 4, 3, 5}),
+               .mean_weights = output({2, 3, 5}),
+               .weight_rows = ConstTensor(kWeightRows.data(), {2}),
+               .row_weights = output({2, 4, 2, 5}),
+               .top_weights = output({2, 4, 3, 7}),
+               .top_keys = with_dtype(output({2, 4, 3, 7}), DType::i64),
+               .column_sums = output({2, 4, 5}),
+               .entropy = output({2, 4, 3})};
   }
   float* floats() const { return static_cast<float*>(memory.view().data); }
   ConstTensor input(std::initializer_list<int64_t> shape) const {
@@ -51,10 +67,6 @@ const double kInf = std::numeric_limits<double>::infinity();
 const std::vector<int64_t> kThree = {1, 2, 3}, kTooLong = {5, 6};
 const std::vector<int32_t> kIds(3, 0);
 
-ConstTensor with_dtype(ConstTensor t, DType dtype) {
-  t.dtype = dtype;
-  return t;
-}
 ConstTensor with_stride(ConstTensor t, int axis, int64_t stride) {
   t.stride[axis] = stride;
   return t;
@@ -175,6 +187,76 @@ const Case kCases[] = {
        a.outputs.weights = a.output({2, 2, 3, 5});
      },
      {"weights", "[2, 4, 3, 5]", "[2, 2, 3, 5]"}},
+    {"mean weights of every head",
+     [](auto& a) {
+       a.outputs.mean_weights = a.output({2, 4, 3, 5});
+     },
+     {"outputs.mean_weights", "[2, 3, 5]", "[2, 4, 3, 5]"}},
+    {"strided keys of mean weights",
+     [](auto& a) { a.outputs.mean_weights = with_stride(a.outputs.mean_weights, 2, 2); },
+     {"outputs.mean_weights", "contiguous", "stride 2"}},
+    {"row weights without rows",
+     [](auto& a) { a.outputs.weight_rows = {}; },
+     {"outputs.weight_rows", "outputs.row_weights", "[2, 4, 2, 5]"}},
+    {"rows without row weights",
+     [](auto& a) { a.outputs.row_weights = {}; },
+     {"outputs.weight_rows", "outputs.row_weights", "[2]"}},
+    {"a row behind the last",
+     [](auto& a) { a.outputs.weight_rows = ConstTensor(kBadRows.data(), {2}); },
+     {"outputs.weight_rows", "n_q 3", "got 3 at index 1"}},
+    {"a negative row",
+     [](auto& a) {
+       a.outputs.weight_rows = ConstTensor(kNegativeRows.data(), {1});
+       a.outputs.row_weights = a.output({2, 4, 1, 5});
+     },
+     {"outputs.weight_rows", "got -1 at index 0"}},
+    {"rows of 32 bits",
+     [](auto& a) { a.outputs.weight_rows = with_dtype(a.outputs.weight_rows, DType::i32); },
+     {"outputs.weight_rows", "i64", "i32"}},
+    {"rows in two axes",
+     [](auto& a) {
+       a.outputs.weight_rows = ConstTensor(kWeightRows.data(), {1, 2});
+     },
+     {"outputs.weight_rows", "[1, 2]"}},
+    {"rows without data",
+     [](auto& a) { a.outputs.weight_rows = without_data(a.outputs.weight_rows); },
+     {"outputs.weight_rows"}},
+    {"more row weights than rows",
+     [](auto& a) {
+       a.outputs.row_weights = a.output({2, 4, 3, 5});
+     },
+     {"outputs.row_weights", "[2, 4, 2, 5]", "[2, 4, 3, 5]"}},
+    {"top weights alone", [](auto& a) { a.outputs.top_keys = {}; }, {"outputs.top_keys"}},
+    {"top keys alone", [](auto& a) { a.outputs.top_weights = {}; }, {"outputs.top_weights"}},
+    {"top weights without k",
+     [](auto& a) {
+       a.outputs.top_weights = a.output({2, 4, 3});
+     },
+     {"outputs.top_weights", "[2, 4, 3]"}},
+    {"fewer top keys than top weights",
+     [](auto& a) {
+       a.outputs.top_keys = with_dtype(a.output({2, 4, 3, 6}), DType::i64);
+     },
+     {"outputs.top_keys", "[2, 4, 3, 7]", "[2, 4, 3, 6]"}},
+    {"top keys of 32 bits",
+     [](auto& a) { a.outputs.top_keys = with_dtype(a.outputs.top_keys, DType::i32); },
+     {"outputs.top_keys", "i64", "i32"}},
+    {"column sums of queries",
+     [](auto& a) {
+       a.outputs.column_sums = a.output({2, 4, 3});
+     },
+     {"outputs.column_sums", "[2, 4, 5]", "[2, 4, 3]"}},
+    {"column sums of KV heads",
+     [](auto& a) {
+       a.outputs.column_sums = a.output({2, 2, 5});
+     },
+     {"outputs.column_sums", "[2, 4, 5]", "[2, 2, 5]"}},
+    {"entropy in f64",
+     [](auto& a) { a.outputs.entropy = with_dtype(a.outputs.entropy, DType::f64); },
+     {"outputs.entropy", "f32", "f64"}},
+    {"broadcast entropy",
+     [](auto& a) { a.outputs.entropy = with_stride(a.outputs.entropy, 1, 0); },
+     {"outputs.entropy", "stride 0"}},
     {"weights are head-major",
      [](auto& a) {
        a.outputs.weights = a.output({8, 3, 5});

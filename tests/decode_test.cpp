@@ -107,8 +107,8 @@ Result attend(const Problem& p, int64_t begin, int64_t n, const std::vector<KvSe
   t.scratch = scratch.reserve(table.decode_scratch_bytes[0](p.dim_qk, p.dim_v));
   table.decode[0](t);
   t.weights = r.weights.data();
-  t.weights_token_stride = p.group * p.n_kv, t.weights_head_stride = p.n_kv, t.n_weights = p.n_kv;
-  table.decode_weights[0](t);
+  t.weights_token_stride = p.group * p.n_kv, t.weights_head_stride = p.n_kv;
+  table.decode_weights[0](t, {});
   return r;
 }
 
@@ -170,7 +170,7 @@ struct SmallProblem {
     common.head_dim_qk = dim_qk, common.head_dim_v = dim_v;
     common.q_token_stride = dim_qk, common.q_head_stride = n_q * dim_qk;
     common.n_segments = 1, common.k_row_stride = dim_qk, common.v_row_stride = dim_v;
-    common.kv_end = n_kv, common.n_weights = n_kv, common.scale = 0.5;
+    common.kv_end = n_kv, common.scale = 0.5;
     common.out_token_stride = dim_v, common.out_head_stride = n_q * dim_v;
     common.weights_token_stride = n_kv, common.weights_head_stride = n_q * n_kv;
     if (has_ranges) common.ranges = ranges.data();
@@ -191,7 +191,7 @@ struct SmallProblem {
         if (!table.decode_small(t, steps)) return {};
       } else {
         table.decode[0](t);
-        table.decode_weights[0](t);
+        table.decode_weights[0](t, {});
       }
     }
     return r;

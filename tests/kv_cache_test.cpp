@@ -192,6 +192,10 @@ TEST(KvCache, Errors_ChangeNothing) {
   refused([&] { m.cache.segments(2, 0); }, "batch entry 2 of 2");
   refused([&] { m.cache.segments(0, 2); }, "head 2 of 2");
 
+  TestTensor query(DType::f32, {2, 2, 1, 8}), entropy(DType::f32, {2, 2, 1});
+  refused([&] { m.cache.attend(query.view(), {.entropy = entropy.view()}); },
+          "forms of the weights");
+
   const auto refused_config = [&](auto change, const std::string& words) {
     KvCacheConfig c = small_config();
     change(c);

@@ -77,6 +77,18 @@ TEST(Plan, ScratchOfALongPrefill_IsSmall) {
   EXPECT_LT(plan(p, {.num_threads = 64}).scratch_bytes, int64_t{1} << 28);
 }
 
+TEST(Plan, FormsOfTheWeightsThatNeedTheStates_CountThem) {
+  Problem p;
+  p.batch = 2, p.num_heads = 8, p.num_kv_heads = 2, p.n_q = 100, p.n_kv = 300;
+  const int64_t without = plan(p).scratch_bytes;
+  for (bool Problem::*want :
+       {&Problem::want_mean_weights, &Problem::want_row_weights, &Problem::want_column_sums}) {
+    Problem with = p;
+    with.*want = true;
+    EXPECT_EQ(plan(with).scratch_bytes, without + 2 * 8 * 100 * 2 * 4);
+  }
+}
+
 // The cut covers every row and key once, whatever the shape.
 TEST(Plan, Cut_CoversRowsAndKeys) {
   const kernels::KernelTable& table = kernels::active();

@@ -26,11 +26,20 @@ struct AttentionOptions {
   Executor* executor = nullptr;   ///< nullptr: default_executor()
 };
 
-/// An empty tensor means "not wanted". Asking for more never changes out by a bit.
+/// An empty tensor means "not wanted" and costs nothing. Asking for more never changes out by a bit.
 struct AttentionOutputs {
   Tensor out{};
   Tensor lse{};
   Tensor weights{};
+
+  // Cheaper forms of the weights: made tile by tile, without an n_q x n_kv buffer.
+  Tensor mean_weights{};      ///< mean over the query heads
+  ConstTensor weight_rows{};  ///< in: the query rows that row_weights holds
+  Tensor row_weights{};       ///< of those rows only
+  Tensor top_weights{};       ///< the k largest of each row, falling; wanted together with
+  Tensor top_keys{};          ///< their keys
+  Tensor column_sums{};       ///< what a key got from all query rows
+  Tensor entropy{};           ///< of each row
 };
 
 /// Exact attention: out = softmax(scale * q k^T over visible keys) v, per head.
@@ -41,6 +50,20 @@ struct AttentionOutputs {
 ///   outputs.out      [batch, num_heads,    n_q,  head_dim_v ]   same dtype as q; overlaps no input
 ///   outputs.lse      [batch, num_heads,    n_q]                 f32 (f64 for f64)
 ///   outputs.weights  [batch, num_heads,    n_q,  n_kv]          f32 (f64 for f64); before dropout
+///
+/// Forms of the weights p, all before dropout, each alone or with any others:
+///
+///   mean_weights     [batch, n_q, n_kv]              (1 / num_heads) sum_h p_hij
+///   row_weights      [batch, num_heads, n_rows, n_kv]   row r holds query row weight_rows[r]
+///   weight_rows      [n_rows]                        i64, each in [0, n_q), in any order
+///   top_weights      [batch, num_heads, n_q, k]      k >= 0: any number
+///   top_keys         [batch, num_heads, n_q, k]      i64; equal weights by rising key
+///   column_sums      [batch, num_heads, n_kv]        sum_i p_hij: what cache eviction asks for
+///   entropy          [batch, num_heads, n_q]         -sum_j p_hij ln p_hij, 0 ln 0 = 0
+///
+/// row_weights, top_weights and top_keys are those of weights bit for bit. A row with fewer than k
+/// visible keys has weight 0 and key -1 behind them; a NaN weight counts as the largest. An empty row
+/// has entropy 0; a sink has no term of its own in it.
 ///
 /// lse = log(sum(exp(s))), natural log, sinks included.
 /// Order of a score s: scale, softcap, + bias, - alibi, mask, softmax; a sink joins the denominator
@@ -55,7 +78,8 @@ struct AttentionOutputs {
 /// Numerics: scores, softmax and sums in f32 (f64 for f64); the same bits for any number of threads
 /// and any batch.
 /// Cost: 2 * visible_pairs * (head_dim_qk + head_dim_v) flop; scratch O(threads * tile), no
-/// n_q x n_kv buffer.
+/// n_q x n_kv buffer. weights, top_weights and entropy take one more pass over the scores together;
+/// mean_weights, column_sums and row_weights (of its rows) one each, and 2 numbers of scratch per row.
 /// Throws Error before anything is written if shapes, dtypes, strides or options do not fit; the
 /// text names the shapes.
 /// Thread-safe for distinct outputs.
@@ -77,7 +101,8 @@ QKV_EXPORT void attention(ConstTensor q, ConstTensor k, ConstTensor v,
 ///
 /// The same bits as one call per sequence. A mask means what it means for that sequence alone (causal
 /// bottom-right: the last query of a sequence sees its last key); lengths and per-batch documents have
-/// one entry per sequence. Sequences may be empty. Weights are refused: they would be ragged.
+/// one entry per sequence. Sequences may be empty. Weights and their forms are refused: most would be
+/// ragged.
 /// One job for all sequences; no copies. Errors, numerics and threads as attention().
 QKV_EXPORT void attention_varlen(ConstTensor q, ConstTensor k, ConstTensor v,
                                  ConstTensor cu_seqlens_q, ConstTensor cu_seqlens_kv,

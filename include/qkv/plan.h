@@ -20,6 +20,8 @@ struct Problem {
   DType dtype = DType::f32;     ///< of q and out
   DType dtype_kv = DType::f32;  ///< of k and v
   bool want_weights = false;
+  /// Forms of the weights that need scratch; entropy and the largest weights need none.
+  bool want_mean_weights = false, want_row_weights = false, want_column_sums = false;
   Pass pass = Pass::forward;
 };
 

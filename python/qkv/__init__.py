@@ -62,6 +62,9 @@ def plan(
     dtype_kv=None,
     mask=None,
     return_weights=False,
+    return_mean_weights=False,
+    return_row_weights=False,
+    return_column_sums=False,
     num_threads=None,
 ):
     """What attention() would do, and what it costs, before it runs.
@@ -104,6 +107,9 @@ def plan(
         dtype,
         dtype if dtype_kv is None else dtype_kv,
         return_weights,
+        return_mean_weights,
+        return_row_weights,
+        return_column_sums,
         mask,
         num_threads,
     )

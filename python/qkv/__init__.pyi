@@ -40,6 +40,9 @@ def plan(
     dtype_kv: Any = None,
     mask: Union[Mask, Array, None] = None,
     return_weights: bool = False,
+    return_mean_weights: bool = False,
+    return_row_weights: bool = False,
+    return_column_sums: bool = False,
     num_threads: Optional[int] = None,
 ) -> dict[str, Any]: ...
 def info() -> dict[str, Any]: ...

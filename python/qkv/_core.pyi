@@ -96,6 +96,11 @@ def attention(
     seed: int = 0,
     return_lse: bool = False,
     return_weights: bool = False,
+    return_mean_weights: bool = False,
+    weight_rows: Optional[IntArray] = None,
+    top_k: Optional[int] = None,
+    return_column_sums: bool = False,
+    return_entropy: bool = False,
     out: Optional[Array] = None,
     num_threads: Optional[int] = None,
 ) -> Any: ...

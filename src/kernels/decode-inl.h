@@ -427,50 +427,6 @@ void Decode(const AttentionTask& task) {
   StoreDecode(task, work);
 }
 
-// The softmax weights of the rows of a task, from the state that Decode left.
-template <class T>
-void DecodeWeights(const AttentionTask& task) {
-  const Tag<T> d;
-  DecodeWork<T> work;
-  const RowRange needed = StartDecode(task, &work);
-  const T* m = static_cast<const T*>(task.state_m);
-  const T* l = static_cast<const T*>(task.state_l);
-  const auto weights = [&](int r) HWY_ATTR {
-    return static_cast<T*>(task.weights) + work.row[r].token * task.weights_token_stride +
-           work.row[r].head * task.weights_head_stride;
-  };
-  const auto clear = [&](int64_t begin, int64_t end) HWY_ATTR {
-    for (int r = 0; r < work.rows; r++) {
-      for (int64_t j = begin; j < end; j++) weights(r)[j] = 0;
-    }
-  };
-  clear(0, HWY_MIN(needed.lo, task.n_weights));
-  clear(HWY_MAX(needed.hi, 0), task.n_weights);
-  WithKv<T>(task.kv_dtype, [&](auto kv, auto stored) HWY_ATTR {
-    using Stored = decltype(stored);
-    RunWalk<Stored> walk(task, needed);
-    for (KeyRun run = walk.next(); run.n; run = walk.next()) {
-      const KeySpan<T> span = SpanOf<T>(run);
-      const DenseUse use = DenseOf(task, work, span);
-      if (use == DenseUse::hidden) {
-        clear(run.begin, run.begin + run.n);
-        continue;
-      }
-      RunScores<T, decltype(kv), Stored>(task, run, span, use == DenseUse::some, false, &work);
-      for (int r = 0; r < work.rows; r++) {
-        T* s = work.s + r * kScoreStride;
-        const Vec<T> factor = hn::Set(d, l[r] == 0 ? T{0} : 1 / l[r]), reference = hn::Set(d, m[r]);
-        EachVector(span, s, [&](Vec<T> score, int) HWY_ATTR {  // hidden: 0, even if the sum is NaN
-          const auto hidden = hn::Eq(score, NegativeInfinity<T>());
-          return hn::IfThenZeroElse(hidden, hn::Mul(Exp4(hn::Sub(score, reference)), factor));
-        });
-        T* row = weights(r) + span.k0;
-        for (int x = span.from; x < span.to; x++) row[x] = s[x];
-      }
-    }
-  });
-}
-
 }  // namespace HWY_NAMESPACE
 }  // namespace qkv::kernels
 HWY_AFTER_NAMESPACE();

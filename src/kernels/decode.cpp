@@ -6,6 +6,7 @@
 #include "hwy/foreach_target.h"  // first
 #include "kernels/decode-inl.h"
 #include "kernels/decode_small-inl.h"
+#include "kernels/decode_weights-inl.h"
 #include "kernels/tables.h"
 
 HWY_BEFORE_NAMESPACE();

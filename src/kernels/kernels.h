@@ -100,15 +100,38 @@ struct AttentionTask {
   void* state_l;
 
   // Softmax weights (the weights kernel only), arithmetic type, element (token, head, j); every j
-  // of [0, n_weights).
+  // of [kv_begin, kv_end). Token weights_first_token is at `weights`. nullptr: not wanted.
   void* weights;
   int64_t weights_token_stride, weights_head_stride;
-  int64_t n_weights;
+  int64_t weights_first_token;
 
   void* scratch;  // scratch_bytes(...) bytes, aligned to kAlignment
 };
 
 inline constexpr int64_t kAlignment = 128;
+
+/// What the weights kernels make of the softmax weights p of a task beside AttentionTask::weights, tile
+/// by tile. Arithmetic type; nullptr: not wanted, and costs nothing.
+struct WeightForms {
+  // Added to, for the keys [kv_begin, kv_end): mean_factor * p to element (token, j), p to element
+  // (head, j). Rows are added in an order that their place in the task decides.
+  void* mean;
+  int64_t mean_token_stride;
+  double mean_factor;
+  void* column_sums;
+  int64_t column_sums_head_stride;
+  // Written, from all keys of the row: [kv_begin, kv_end) must hold them. Element (token, head):
+  // -sum_j p_j ln p_j.
+  void* entropy;
+  int64_t entropy_token_stride, entropy_head_stride;
+  // Element (token, head, n), n < top_k: the largest weights, falling, and their keys; equal weights by
+  // rising key; weight 0 and key -1 behind the last visible key. A NaN counts as the largest.
+  int64_t top_k;
+  void* top_weights;
+  int64_t* top_keys;
+  int64_t top_weights_token_stride, top_weights_head_stride;
+  int64_t top_keys_token_stride, top_keys_head_stride;
+};
 
 /// Gradients of sum(dout * out) + sum(dlse * lse) for some query rows of one (batch, KV head), and what
 /// these rows add to the gradients of its keys and values. With p from the forward's lse, and drop what
@@ -216,13 +239,14 @@ struct KernelTable {
   int64_t task_rows[2];
   int64_t tile_kv;
   void (*prefill[2])(const AttentionTask&);
-  void (*prefill_weights[2])(
-      const AttentionTask&);  // reads state_m and state_l, writes weights only
+  // Reads state_m and state_l and no values; writes weights and their forms only. kv_begin is a
+  // multiple of tile_kv.
+  void (*prefill_weights[2])(const AttentionTask&, const WeightForms&);
   int64_t (*prefill_scratch_bytes[2])(int64_t head_dim_qk, int64_t head_dim_v);
   // Head dim in the lanes: few rows (at most decode_rows).
   int64_t decode_rows;
   void (*decode[2])(const AttentionTask&);
-  void (*decode_weights[2])(const AttentionTask&);
+  void (*decode_weights[2])(const AttentionTask&, const WeightForms&);
   int64_t (*decode_scratch_bytes[2])(int64_t head_dim_qk, int64_t head_dim_v);
   // The same bits for several heads at once, and the weights with them. Returns false, having
   // written nothing or results of no use, if the task is not of the few simple ones it knows (f32,

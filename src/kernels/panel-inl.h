@@ -21,6 +21,10 @@ namespace HWY_NAMESPACE {
 // Panels of a task: a block of K and V stays in L2 for all of them.
 inline constexpr int kMaxPanels = 4;
 
+// The largest weights of a row are kept in vectors up to this number, one vector for the n-th of every
+// lane: 8 of them cost a tenth of the forward, where a heap for each lane costs 0.9 of it.
+inline constexpr int64_t kTopVectors = 16;
+
 // A key relative to a block, moved into it.
 HWY_INLINE int Within(int64_t key) {
   return static_cast<int>(key < 0 ? 0 : key > kBlock ? kBlock : key);
@@ -56,6 +60,9 @@ struct Panel {
   static constexpr int kW = kPanel<T>;
   T* qt;  // [head_dim_qk][lane], times scale and log4(e)
   PanelState<T> state;
+  T* entropy;  // weights only, as the next two: lane vector
+  T* top;      // [kTopVectors][lane], falling
+  LaneInt<T>* top_keys;
   int64_t first_row;  // of the (batch, KV head)
   int n_rows = 0;
   bool has_out;        // state.out holds the sums of the keys so far
@@ -118,6 +125,8 @@ struct PanelWork {
       panels[p].qt = take(dim_qk * kW), panels[p].state.out = take(dim_v * kW);
       panels[p].state.reference = take(kW), panels[p].state.sum = take(kW),
       panels[p].state.threshold = take(kW);
+      panels[p].entropy = take(kW), panels[p].top = take(kTopVectors * kW);
+      panels[p].top_keys = reinterpret_cast<LaneInt<T>*>(take(kTopVectors * kW));
     }
   }
 };

@@ -53,6 +53,46 @@ def test_attention_outputs_in_order_and_close_to_naive():
     np.testing.assert_array_equal(got[0], out)
 
 
+def test_attention_forms_of_the_weights_follow_in_order():
+    q, k, v = arrays(dtype=np.float64)
+    mask = np.random.default_rng(3).random((5, 9)) < 0.6
+    mask[2] = False
+    mask[3, 1:] = False
+    out, weights = qkv.attention(q, k, v, mask=mask, return_weights=True)
+    got = qkv.attention(
+        q, k, v, mask=mask, return_lse=True, return_weights=True, return_mean_weights=True, weight_rows=[4, 0],
+        top_k=3, return_column_sums=True, return_entropy=True,
+    )  # fmt: skip
+    assert len(got) == 9
+    np.testing.assert_array_equal(got[0], out)
+    np.testing.assert_array_equal(got[2], weights)
+    mean, rows, top, keys, sums, entropy = got[3:]
+    np.testing.assert_allclose(mean, weights.mean(1), atol=1e-15)
+    np.testing.assert_array_equal(rows, weights[:, :, [4, 0]])
+    np.testing.assert_allclose(sums, weights.sum(2), atol=1e-14)
+    p = np.where(weights > 0, weights, 1)
+    np.testing.assert_allclose(entropy, -(weights * np.log(p)).sum(-1), atol=1e-14)
+    order = np.argsort(-np.where(mask, weights, -1), axis=-1, kind="stable")[..., :3]
+    want = np.where(np.take_along_axis(np.broadcast_to(mask, weights.shape), order, -1), order, -1)
+    assert keys.dtype == np.int64
+    np.testing.assert_array_equal(keys, want)
+    np.testing.assert_array_equal(top, np.where(want < 0, 0, np.take_along_axis(weights, order, -1)))
+    assert (keys[:, :, 2] == -1).all() and (entropy[:, :, 3] == 0).all()
+
+    alone = qkv.attention(q, k, v, mask=mask, return_entropy=True)
+    np.testing.assert_array_equal(alone[1], entropy)
+    for given in (range(2), np.array([0, 1]), (0, 1)):
+        np.testing.assert_array_equal(qkv.attention(q, k, v, mask=mask, weight_rows=given)[1], weights[:, :, :2])
+    assert qkv.attention(q, k, v, weight_rows=[])[1].shape == (2, 4, 0, 9)
+    assert qkv.attention(q, k, v, top_k=0)[2].shape == (2, 4, 5, 0)
+    for bad, words in (({"weight_rows": [5]}, "n_q 5"), ({"weight_rows": [-1]}, "got -1"), ({"top_k": -1}, "top_k")):
+        with pytest.raises(ValueError, match=words):
+            qkv.attention(q, k, v, **bad)
+    for bad in ({"weight_rows": 3}, {"weight_rows": [0.5]}, {"top_k": 1.5}):
+        with pytest.raises(TypeError):
+            qkv.attention(q, k, v, **bad)
+
+
 def test_attention_out_is_written_and_returned():
     q, k, v = arrays()
     buffer = np.full((2, 5, 4, 3), 7, np.float32).transpose(0, 2, 1, 3)
@@ -201,7 +241,8 @@ def test_attention_arguments_are_checked_by_python_rules():
 def test_attention_signature_and_docstring_teach():
     signature = inspect.signature(qkv.attention)
     assert list(signature.parameters) == (
-        "q k v mask bias scale softcap sinks alibi_slopes dropout seed return_lse return_weights out num_threads".split()
+        "q k v mask bias scale softcap sinks alibi_slopes dropout seed return_lse return_weights"
+        " return_mean_weights weight_rows top_k return_column_sums return_entropy out num_threads".split()
     )
     assert signature.parameters["mask"].kind is inspect.Parameter.KEYWORD_ONLY
     for word in ("[batch, num_kv_heads, n_kv, head_dim_qk]", "natural log", "ValueError", "arXiv", "flop", "-inf"):
