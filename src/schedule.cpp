@@ -92,7 +92,7 @@ class Schedule {
   }
 
   void run_item(int64_t item) {
-    thread_local TaskMemory memory;
+    TaskMemory& memory = task_memory();
     if (is_small_) {
       run_small(item, &memory);
     } else if (cut_.kv_splits == 1) {

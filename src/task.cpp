@@ -15,6 +15,11 @@ uint64_t next_serial() {
 
 }  // namespace
 
+TaskMemory& task_memory() {
+  thread_local TaskMemory memory;
+  return memory;
+}
+
 TaskMaker::TaskMaker(const Call& call, int64_t kernel_scratch_bytes)
     : call_(call),
       kernel_scratch_bytes_(kernel_scratch_bytes),

@@ -38,6 +38,9 @@ struct TaskMemory {
   std::vector<kernels::KvSegment> segments;
 };
 
+/// Of the calling thread, for one task at a time.
+TaskMemory& task_memory();
+
 class TaskMaker {
  public:
   TaskMaker(const Call& call, int64_t kernel_scratch_bytes);

@@ -115,7 +115,7 @@ void WeightPass::run_item(int64_t item) const {
 
 template <class F>
 void WeightPass::for_tasks(const TaskPlace& rows, const Keys& keys, F f) const {
-  thread_local TaskMemory memory;
+  TaskMemory& memory = task_memory();
   const int64_t first = rows.row_begin, end = first + rows.n_rows;
   for (int64_t row = first; row < end; row += cut_.task_rows) {
     const TaskPlace place{rows.b, rows.h_kv, row, std::min(cut_.task_rows, end - row)};

@@ -10,9 +10,12 @@
 
 #include "element.h"
 #include "mask_terms.h"
+#include "qkv/plan.h"
+#include "support/peak_memory.h"
 #include "support/run_attention.h"
 
 namespace qkv {
+using Shape = Problem;  // of a plan; below, Problem is that of the tests
 namespace {
 
 using test::Extents;
@@ -360,6 +363,45 @@ TEST(WeightPass, EqualWeights_ComeByRisingKey) {
       for (int64_t n = 0; n < 10; ++n) EXPECT_EQ(f.top_keys.get(0, 1, i, n), n);
     expect_forms(p, {{0}, 10});
   }
+}
+
+// Where the mean is not wanted nothing has n_q x n_kv elements, and the scratch is what plan() says.
+TEST(WeightPass, Memory_IsWhatPlanSays) {
+  constexpr int64_t kN = 3000, kHeads = 2, kDim = 16, kRows = 2, kTop = 4;
+  const std::vector<float> x(kHeads * kN * kDim, 0.5f);
+  const std::vector<int64_t> rows = {7, kN - 1};
+  std::vector<float> out(kHeads * kN * kDim), row_weights(kHeads * kRows * kN),
+      top(kHeads * kN * kTop), sums(kHeads * kN), entropy(kHeads * kN);
+  std::vector<int64_t> keys(kHeads * kN * kTop);
+  const ConstTensor t(x.data(), {1, kHeads, kN, kDim});
+  const AttentionOutputs outputs = {
+      .out = Tensor(out.data(), {1, kHeads, kN, kDim}),
+      .weight_rows = ConstTensor(rows.data(), {kRows}),
+      .row_weights = Tensor(row_weights.data(), {1, kHeads, kRows, kN}),
+      .top_weights = Tensor(top.data(), {1, kHeads, kN, kTop}),
+      .top_keys = Tensor(keys.data(), {1, kHeads, kN, kTop}),
+      .column_sums = Tensor(sums.data(), {1, kHeads, kN}),
+      .entropy = Tensor(entropy.data(), {1, kHeads, kN})};
+  AttentionOptions options;
+  options.num_threads = 1;
+  Shape p;
+  p.num_heads = p.num_kv_heads = kHeads, p.n_q = p.n_kv = kN;
+  p.head_dim_qk = p.head_dim_v = kDim;
+  p.want_row_weights = p.want_column_sums = true;
+  const int64_t announced = plan(p, options).scratch_bytes;
+  int64_t peak = 0;
+  {
+    const test::PeakMemory watch;
+    std::thread([&] {
+      attention(t, t, t, outputs, options);
+    }).join();  // no scratch kept from before
+    peak = watch.peak_bytes();
+  }
+  EXPECT_LT(announced, kN * kN);  // bytes: a quarter of one head's weights
+  EXPECT_LT(peak, announced + (int64_t{64} << 10));
+  EXPECT_GT(peak, announced - (int64_t{16} << 10));
+  EXPECT_EQ(sums[0], sums[kN]);
+  EXPECT_EQ(keys[5], 1);
 }
 
 }  // namespace
