@@ -136,8 +136,8 @@ class QKV_EXPORT AttentionLayer {
 
   /// What backward() needs of a forward_training() call: its arguments as views (the memory of q, k,
   /// v, bias and dense masks must stay as it was), and copies of the projected heads, their outputs
-  /// and lse. 4 * batch * (n_q * (2 * (dim of all q heads + dim of all v heads)) + n_kv * 2 * (of all
-  /// KV heads)) bytes, about; kept for the next call. Movable; not for two calls at once.
+  /// and lse. The first backward() doubles that memory; all of it grows to the largest call and is
+  /// kept. Movable; not for two calls at once.
   class QKV_EXPORT State {
    public:
     State();
