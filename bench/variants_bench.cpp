@@ -134,6 +134,8 @@ int run() {
       {"with the 8 largest weights", "full", 1 / 2.2, Mask::full(), form(Mask::full(), largest)},
       {"with column sums", "full", 1 / 2.2, Mask::full(), form(Mask::full(), sums)},
       {"with entropy", "full", 1 / 2.2, Mask::full(), form(Mask::full(), entropies)},
+      {"entropy without out", "full", 0.9, Mask::full(),
+       [&] { attention(view(x, 0), view(x, 1), view(x, 2), entropies, full); }},
       {"causal with column sums", "causal", 1 / 2.2, causal, form(causal, sums)},
       {"causal with entropy", "causal", 1 / 2.2, causal, form(causal, entropies)},
       {"dropout", "full", 0, Mask::full(), f32(dropout)},

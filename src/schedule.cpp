@@ -129,6 +129,9 @@ class Schedule {
       task.state_m = state, task.state_l = state + state_rows * bytes;
     }
     const Tensor& out = call_.out;
+    // Without out no values are needed. Decode reads them all the same: its runs of keys, and with
+    // them the bits of lse, depend on their size.
+    if (!out && !cut_.is_decode) task.head_dim_v = 0;
     if (out) {
       task.out_dtype = out.dtype, task.out_token_stride = out.stride[2],
       task.out_head_stride = out.stride[1];
@@ -186,6 +189,7 @@ class Schedule {
         if (sum == 0) continue;
         const T factor = std::exp2(2 * (static_cast<const T*>(p.state_m)[r] - reference));
         total += sum * factor;
+        if (!task.out) continue;
         const T* from = static_cast<const T*>(p.out) + r * call_.head_dim_v;
         for (int64_t d = 0; d < call_.head_dim_v; ++d)
           row[static_cast<size_t>(d)] += from[d] * factor;

@@ -51,7 +51,7 @@ struct Forms {
 struct Asked {
   std::vector<int64_t> rows;
   int64_t k = 3;
-  bool weights = false, mean = true, top = true, sums = true, entropy = true;
+  bool weights = false, mean = true, top = true, sums = true, entropy = true, out = true;
 };
 
 Forms run_forms(const Problem& p, const AttentionOptions& options, const Asked& asked,
@@ -60,7 +60,7 @@ Forms run_forms(const Problem& p, const AttentionOptions& options, const Asked& 
   const DType dtype = p.q.view().dtype, arithmetic = test::arithmetic_dtype(dtype);
   const int64_t n_rows = static_cast<int64_t>(asked.rows.size());
   Forms f;
-  f.out = TestTensor(dtype, {e.batch, e.num_heads, e.n_q, e.head_dim_v});
+  if (asked.out) f.out = TestTensor(dtype, {e.batch, e.num_heads, e.n_q, e.head_dim_v});
   const std::vector<int64_t> full = {e.batch, e.num_heads, e.n_q, e.n_kv};
   AttentionOutputs o;
   o.out = f.out.view();
@@ -195,6 +195,10 @@ void expect_forms(const Problem& p, const Asked& asked, Layout layout = Layout::
   EXPECT_EQ(got.weights.bits(), plain.weights.bits()) << "forms change weights: " << p.text;
   const Forms without = run_forms(p, p.options, asked, layout);
   EXPECT_EQ(without.bits(), got.bits()) << "weights change the forms: " << p.text;
+  Asked no_out = asked;
+  no_out.out = false;
+  EXPECT_EQ(run_forms(p, p.options, no_out, layout).bits(), got.bits())
+      << "out changes the forms: " << p.text;
   for (int one = 0; one < 5; ++one) {
     Asked alone{one == 0 ? asked.rows : std::vector<int64_t>{},
                 asked.k,
@@ -275,6 +279,9 @@ TEST(WeightPass, AnyNumberOfThreads_SameBits) {
       AttentionOptions o = p.options;
       o.num_threads = 1;
       const Forms one = run_forms(p, o, asked);
+      Asked no_out = asked;
+      no_out.out = false;
+      EXPECT_EQ(run_forms(p, o, no_out).bits(), one.bits()) << "without out, " << p.text;
       for (const int num_threads : {2, 3, 7}) {
         o.num_threads = num_threads;
         const Forms many = run_forms(p, o, asked);
