@@ -10,7 +10,29 @@
 #include "element.h"
 
 namespace qkv {
-namespace {}  // namespace
+namespace {
+
+void check_rows(const Check& check, const ConstTensor& rows, const Tensor& row_weights,
+                int64_t n_q) {
+  if (!rows || !row_weights) {
+    check.refuse(fmt::format(
+        "outputs.weight_rows and outputs.row_weights go together, got {} and {}",
+        rows ? shape_text(rows) : "none", row_weights ? shape_text(row_weights) : "none"));
+  }
+  if (rows.rank != 1 || rows.dtype != DType::i64 || (!rows.data && rows.shape[0] > 0)) {
+    check.refuse(fmt::format("outputs.weight_rows needs indices [n_rows] in i64, got {} {}{}",
+                             name(rows.dtype), shape_text(rows), rows.data ? "" : " without data"));
+  }
+  for (int64_t r = 0; r < rows.shape[0]; ++r) {
+    const int64_t row = static_cast<const int64_t*>(rows.data)[r * rows.stride[0]];
+    if (row < 0 || row >= n_q) {
+      check.refuse(fmt::format("outputs.weight_rows must lie in [0, n_q {}), got {} at index {}",
+                               n_q, row, r));
+    }
+  }
+}
+
+}  // namespace
 
 void HeadNumbers::fill(const ConstTensor& t) {
   if (!t) return;
@@ -93,7 +115,37 @@ void Check::output(const ConstTensor& t, const char* what, std::initializer_list
 void Check::no_forms(const AttentionOutputs& o) const {
   if (o.mean_weights || o.weight_rows || o.row_weights || o.top_weights || o.top_keys ||
       o.column_sums || o.entropy)
-    refuse("forms of the weights are made by attention() only");
+    refuse("forms of the weights are not made here");
+}
+
+bool Check::forms(const AttentionOutputs& o, const MaskShape& n, DType arithmetic) const {
+  const auto output = [&](const Tensor& t, const char* what, std::initializer_list<int64_t> shape,
+                          DType dtype) {
+    this->output(t, what, shape, dtype);
+    layout(t, what);
+  };
+  if (o.mean_weights) {
+    output(o.mean_weights, "outputs.mean_weights", {n.batch, n.n_q, n.n_kv}, arithmetic);
+  }
+  if (o.weight_rows || o.row_weights) {
+    check_rows(*this, o.weight_rows, o.row_weights, n.n_q);
+    output(o.row_weights, "outputs.row_weights",
+           {n.batch, n.num_heads, o.weight_rows.shape[0], n.n_kv}, arithmetic);
+  }
+  if (o.top_weights || o.top_keys) {
+    if (!o.top_weights || !o.top_keys)
+      refuse("outputs.top_weights and outputs.top_keys are wanted together or not at all");
+    const int64_t k = o.top_weights.rank == 4 ? o.top_weights.shape[3] : 0;
+    output(o.top_weights, "outputs.top_weights", {n.batch, n.num_heads, n.n_q, k}, arithmetic);
+    output(o.top_keys, "outputs.top_keys", {n.batch, n.num_heads, n.n_q, k}, DType::i64);
+  }
+  if (o.column_sums) {
+    output(o.column_sums, "outputs.column_sums", {n.batch, n.num_heads, n.n_kv}, arithmetic);
+  }
+  if (o.entropy) {
+    this->output(o.entropy, "outputs.entropy", {n.batch, n.num_heads, n.n_q}, arithmetic);
+  }
+  return o.mean_weights || o.row_weights || o.top_weights || o.column_sums || o.entropy;
 }
 
 void Check::per_head(const ConstTensor& t, const char* what, int64_t num_heads) const {

@@ -24,6 +24,8 @@ class Check {
   /// shape(), and no element twice.
   void output(const ConstTensor& t, const char* what, std::initializer_list<int64_t> shape,
               DType dtype) const;
+  /// Checks the forms of the weights; returns whether there are any.
+  bool forms(const AttentionOutputs& outputs, const MaskShape& shape, DType arithmetic) const;
   /// Where only full weights are made.
   void no_forms(const AttentionOutputs& outputs) const;
   /// Checks inputs and options; fills all of a call but its outputs. Numbers per head are kept per

@@ -24,6 +24,24 @@ View rows_of(View t, int64_t entry, int64_t entries, int64_t first, int64_t n) {
   return t;
 }
 
+// The forms of the weights of some rows and keys of some entries.
+AttentionOutputs forms_of(const AttentionOutputs& all, int64_t entry, int64_t entries,
+                          int64_t first, int64_t n, int64_t n_kv) {
+  AttentionOutputs part;
+  part.top_weights = rows_of(all.top_weights, entry, entries, first, n);
+  part.top_keys = rows_of(all.top_keys, entry, entries, first, n);
+  part.entropy = rows_of(all.entropy, entry, entries, first, n);
+  part.column_sums = rows_of(all.column_sums, entry, entries, 0, n_kv);  // axis 2 are keys
+  if (const Tensor& mean = all.mean_weights) {                           // [batch, n_q, n_kv]
+    part.mean_weights = rows_of(mean, entry, entries, 0, n_kv);
+    part.mean_weights.shape[1] = n;
+    if (mean.data)
+      part.mean_weights.data = static_cast<char*>(part.mean_weights.data) +
+                               first * mean.stride[1] * size_bytes(mean.dtype);
+  }
+  return part;
+}
+
 // [batch, num_kv_heads, n_kv, dim]: stands for keys that lie in segments. Nothing reads it.
 ConstTensor stand_in(const KvSizes& s, int64_t batch, int64_t n_kv, int64_t dim, int64_t row_stride,
                      DType dtype) {
@@ -50,7 +68,6 @@ void EntryCalls::check_query(const ConstTensor& q) const {
 void EntryCalls::run(const ConstTensor& q, DType out_dtype, const AttentionOutputs& outputs,
                      const AttentionOptions& options) const {
   check_query(q);
-  check.no_forms(outputs);
   const int64_t batch = q.shape[0], num_heads = q.shape[1], n_q = q.shape[2];
   const DType arithmetic = q.dtype == DType::f64 ? DType::f64 : DType::f32;
   if (outputs.out) {
@@ -62,6 +79,9 @@ void EntryCalls::run(const ConstTensor& q, DType out_dtype, const AttentionOutpu
     check.output(outputs.weights, "outputs.weights", {batch, num_heads, n_q, longest}, arithmetic);
     check.layout(outputs.weights, "outputs.weights");
   }
+  if (outputs.weight_rows || outputs.row_weights)
+    check.refuse("row_weights are made by attention() only");
+  const bool has_forms = check.forms(outputs, {batch, num_heads, n_q, longest}, arithmetic);
 
   bool alike = same_mask;
   for (const EntryWork& e : entries)
@@ -70,6 +90,7 @@ void EntryCalls::run(const ConstTensor& q, DType out_dtype, const AttentionOutpu
   std::vector<EntryKeys> all_keys;
   for (const EntryWork& e : entries) all_keys.push_back(e.keys);
   std::deque<AttentionOptions> all_options;
+  std::deque<AttentionOutputs> all_forms;
   std::vector<Call> calls;
   const MaskShape arrays{batch, num_heads, n_q, longest};
   const DType kv_dtype = keys.dtype == DType::i8 ? DType::f32 : keys.dtype;
@@ -92,6 +113,10 @@ void EntryCalls::run(const ConstTensor& q, DType out_dtype, const AttentionOutpu
     call.lse = rows_of(outputs.lse, first, n, e.first_row, e.n_rows);
     call.weights = rows_of(outputs.weights, first, n, e.first_row, e.n_rows);
     if (call.weights) call.weights.shape[3] = e.n_kv;
+    if (has_forms) {
+      call.forms =
+          &all_forms.emplace_back(forms_of(outputs, first, n, e.first_row, e.n_rows, e.n_kv));
+    }
     calls.push_back(call);
   };
   if (alike) {
@@ -113,6 +138,7 @@ void EntryCalls::clear_padding(const ConstTensor& q, const AttentionOutputs& out
   for (int64_t b = 0; b < q.shape[0]; ++b) {
     const EntryWork& e = entries[static_cast<size_t>(b)];
     if (e.n_rows == q.shape[2] && e.n_kv == longest) continue;
+    clear_forms(outputs, b, e);
     for (int64_t h = 0; h < q.shape[1]; ++h)
       for (int64_t i = 0; i < q.shape[2]; ++i) {
         const bool is_padding = i < e.first_row || i >= e.first_row + e.n_rows;
@@ -130,6 +156,33 @@ void EntryCalls::clear_padding(const ConstTensor& q, const AttentionOutputs& out
                         options.sinks ? element(options.sinks, h * options.sinks.stride[0]) : none);
       }
   }
+}
+
+// The same of the forms of the weights.
+void EntryCalls::clear_forms(const AttentionOutputs& o, int64_t b, const EntryWork& e) const {
+  const auto clear = [](const Tensor& t, int64_t offset, int64_t n) {
+    for (int64_t d = 0; d < n; ++d) store_element(t, offset + d, 0);
+  };
+  for (int64_t h = 0; o.column_sums && h < o.column_sums.shape[1]; ++h)
+    clear(o.column_sums, b * o.column_sums.stride[0] + h * o.column_sums.stride[1] + e.n_kv,
+          longest - e.n_kv);
+  const auto is_padding = [&](int64_t i) { return i < e.first_row || i >= e.first_row + e.n_rows; };
+  for (int64_t i = 0; o.mean_weights && i < o.mean_weights.shape[1]; ++i) {
+    const int64_t from = is_padding(i) ? 0 : e.n_kv;
+    clear(o.mean_weights, b * o.mean_weights.stride[0] + i * o.mean_weights.stride[1] + from,
+          longest - from);
+  }
+  const auto each_row = [&](const Tensor& t, auto f) {
+    for (int64_t h = 0; t && h < t.shape[1]; ++h)
+      for (int64_t i = 0; i < t.shape[2]; ++i)
+        if (is_padding(i)) f(b * t.stride[0] + h * t.stride[1] + i * t.stride[2]);
+  };
+  each_row(o.entropy, [&](int64_t at) { clear(o.entropy, at, 1); });
+  each_row(o.top_weights, [&](int64_t at) { clear(o.top_weights, at, o.top_weights.shape[3]); });
+  each_row(o.top_keys, [&](int64_t at) {
+    for (int64_t n = 0; n < o.top_keys.shape[3]; ++n)
+      static_cast<int64_t*>(o.top_keys.data)[at + n] = -1;
+  });
 }
 
 }  // namespace qkv

@@ -27,7 +27,7 @@ struct EntryCalls {
   std::span<const EntryWork> entries;
   bool same_mask;   // the masks of all entries are one
   Mask given_mask;  // combined with that of each entry; dense arrays are [.., n_q, longest]
-  int64_t longest;  // n_kv of arrays and of outputs.weights
+  int64_t longest;  // n_kv of arrays and of outputs
 
   /// Throws Error unless q is [batch, num_heads, n_q, head_dim_qk] and fits the keys.
   void check_query(const ConstTensor& q) const;
@@ -39,6 +39,7 @@ struct EntryCalls {
  private:
   void clear_padding(const ConstTensor& q, const AttentionOutputs& outputs,
                      const AttentionOptions& options) const;
+  void clear_forms(const AttentionOutputs& outputs, int64_t b, const EntryWork& entry) const;
 };
 
 }  // namespace qkv

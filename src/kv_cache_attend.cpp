@@ -145,6 +145,8 @@ void KvCache::attend(ConstTensor q, const AttentionOutputs& outputs,
     kAttend.refuse(
         "a cache with num_sink_tokens takes no mask, bias, alibi_slopes, dropout or weights");
 
+  if (c.num_sink_tokens > 0) kAttend.no_forms(outputs);
+
   std::vector<Rows> rows;
   for (size_t b = 0; b < m.entries.size(); ++b) {
     const int64_t length = m.lengths[b];

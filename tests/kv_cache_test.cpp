@@ -192,9 +192,17 @@ TEST(KvCache, Errors_ChangeNothing) {
   refused([&] { m.cache.segments(2, 0); }, "batch entry 2 of 2");
   refused([&] { m.cache.segments(0, 2); }, "head 2 of 2");
 
-  TestTensor query(DType::f32, {2, 2, 1, 8}), entropy(DType::f32, {2, 2, 1});
+  TestTensor query(DType::f32, {2, 2, 1, 8}), entropy(DType::f32, {2, 2, 2});
   refused([&] { m.cache.attend(query.view(), {.entropy = entropy.view()}); },
-          "forms of the weights");
+          "outputs.entropy needs shape [2, 2, 1], got [2, 2, 2]");
+  const std::vector<int64_t> rows = {0};
+  TestTensor row_weights(DType::f32, {2, 2, 1, 7});
+  refused(
+      [&] {
+        m.cache.attend(query.view(), {.weight_rows = ConstTensor(rows.data(), {1}),
+                                      .row_weights = row_weights.view()});
+      },
+      "row_weights are made by attention() only");
 
   const auto refused_config = [&](auto change, const std::string& words) {
     KvCacheConfig c = small_config();

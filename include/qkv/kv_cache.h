@@ -123,6 +123,8 @@ class QKV_EXPORT KvCache {
   /// position unless options.mask is given (one that hides nothing: Mask::window(-1, -1)); each entry
   /// is aligned by its own length; config().window applies to any mask. Where lengths differ, dense
   /// masks and bias have the keys of the longest entry, and rows of tokens before the first are empty.
+  /// So do outputs: weights and forms of weights are 0 for keys that an entry lacks and for padding
+  /// (top_keys -1); row_weights are refused, and every form where num_sink_tokens are kept.
   /// Throws Error if n_q is larger than every length, or a ring no longer holds what a query may see.
   void attend(ConstTensor q, const AttentionOutputs& outputs, const AttentionOptions& options = {},
               const KvQueryOptions& queries = {}) const;
@@ -165,7 +167,8 @@ class QKV_EXPORT KvCache {
 ///   v_pages            [num_pages, page_size, num_kv_heads, head_dim_v]    same dtype
 ///   block_table        [batch, max_pages]   i32 | i64; entries behind a length are not looked at
 ///   lengths            [batch]              i32 | i64; 0 <= length <= max_pages * page_size
-///   outputs.out, lse   as attention();  outputs.weights  [batch, num_heads, n_q, longest length]
+///   outputs.out, lse   as attention();  outputs.weights  [batch, num_heads, n_q, longest length];
+///                      forms of the weights likewise, but for row_weights
 ///
 /// Causal by position unless options.mask is given; each entry is aligned by its own length. Pages may
 /// lie in any order and be shared; nothing is copied, and slots behind a length are never read.
