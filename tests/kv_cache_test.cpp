@@ -204,6 +204,15 @@ TEST(KvCache, Errors_ChangeNothing) {
       },
       "row_weights are made by attention() only");
 
+  KvCacheConfig kept = small_config();
+  kept.window = 9, kept.num_sink_tokens = 3;
+  const KvCache keeps(kept);
+  TestTensor no_query(DType::f32, {2, 2, 0, 8}), no_entropy(DType::f32, {2, 2, 0});
+  EXPECT_NE(error_text([&] {
+              keeps.attend(no_query.view(), {.entropy = no_entropy.view()});
+            }).find("forms of the weights are not made here"),
+            std::string::npos);
+
   const auto refused_config = [&](auto change, const std::string& words) {
     KvCacheConfig c = small_config();
     change(c);
