@@ -30,10 +30,10 @@ struct KvCacheConfig {
   int64_t page_size = 64;       ///< tokens of a page; of a ring: what it holds beyond the window
   int64_t window = 0;           ///< a query sees the last `window` tokens, itself included; 0: all
   int64_t num_sink_tokens = 0;  ///< with a window: the first tokens stay visible and are kept
-  std::optional<RopeOptions> rope;  ///< turns k in append() and q in attend()
-  std::vector<float> k_norm,
-      q_norm;              ///< [head_dim_qk] or empty: x = x / rms(x) * weight, before rope
-  double norm_eps = 1e-6;  ///< rms(x) = sqrt(mean(x^2) + norm_eps)
+  std::optional<RopeOptions> rope{};  ///< turns k in append() and q in attend()
+  /// [head_dim_qk] or empty: x = x / rms(x) * weight before rope, rms(x) = sqrt(mean(x^2) + norm_eps)
+  std::vector<float> k_norm{}, q_norm{};
+  double norm_eps = 1e-6;
 };
 
 struct KvAppendOptions {
