@@ -218,15 +218,25 @@ HWY_INLINE Ahead RowsOf(const Stored* row, int64_t stride, int64_t dim, int64_t 
   const auto bytes = static_cast<int64_t>(sizeof(Stored));
   return {reinterpret_cast<const char*>(row), stride * bytes, dim * bytes, n, 0};
 }
-// K of a run, as far as it lies in one segment.
+// K of a run, segment by segment: each piece of the run before fetches one.
 template <class Stored>
-HWY_INLINE Ahead KeysOf(const AttentionTask& task, const KeyRun& run) {
-  if (run.n == 0) return {};
-  const int64_t skip = run.begin - run.segment->begin;
-  return RowsOf(static_cast<const Stored*>(run.segment->k) + skip * task.k_row_stride,
-                task.k_row_stride, task.head_dim_qk,
-                HWY_MIN(run.segment->count - skip, static_cast<int64_t>(run.n)));
-}
+class KeysAhead {
+ public:
+  KeysAhead(const AttentionTask& task, const KeyRun& run)
+      : task_(task), segment_(run.segment), begin_(run.begin), left_(run.n) {}
+  Ahead next() {
+    if (left_ == 0) return {};
+    const int64_t skip = begin_ - segment_->begin, n = HWY_MIN(segment_->count - skip, left_);
+    const auto* k = static_cast<const Stored*>(segment_->k) + skip * task_.k_row_stride;
+    begin_ += n, left_ -= n, segment_++;
+    return RowsOf(k, task_.k_row_stride, task_.head_dim_qk, n);
+  }
+
+ private:
+  const AttentionTask& task_;
+  const KvSegment* segment_;
+  int64_t begin_, left_;
+};
 
 // s[0, n) *= scale[0, n). A hidden weight, which is -0, stays whatever its scale is.
 template <class T>
@@ -351,14 +361,13 @@ HWY_INLINE void AttendRun(const AttentionTask& task, const KeyRun& run, const Ke
   if (use == DenseUse::hidden) return;
   const bool masked = RunScores<T, KV, Stored>(task, run, span, use == DenseUse::some, fetch, work);
   RunSoftmax(task, span, masked, work);
-  Ahead keys = fetch ? KeysOf<Stored>(task, next) : Ahead();
+  KeysAhead<Stored> keys(task, next);
   ForRunPieces<T, KV, Stored>(task, run, *work, [&](const RunPiece<KV>& piece) HWY_ATTR {
     for (int r = 0; piece.v_scale && r < work->rows; r++)
       ScaleKeys(piece.v_scale, piece.to - piece.from, work->s + r * kScoreStride + piece.from);
     if (HWY_UNLIKELY(masked)) return AddMasked(task, piece, *work);
     Add(piece.v, piece.v_stride, task.head_dim_v, work->s + piece.from, kScoreStride, work->rows,
-        work->out, work->out_stride, piece.to - piece.from, keys);
-    keys.rows = 0;
+        work->out, work->out_stride, piece.to - piece.from, fetch ? keys.next() : Ahead());
   });
 }
 
