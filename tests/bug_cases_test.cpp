@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Cases that attention code in the wild got wrong: every run of tests/data/bug_cases_dev.jsonl that a call of attention()
-// can express. The whole kinds of fault behind them have their own tests (attention_*_test).
+// Cases that attention code in the wild got wrong: every run of tests/data/bug_cases_dev.jsonl that a call of attention(), a
+// cache, pages, rope or ALiBi slopes can express. The whole kinds of fault behind them have their own tests (attention_*_test).
 #include <gtest/gtest.h>
 
 #include <fstream>
 #include <optional>
 
 #include "qkv/attention.h"
+#include "qkv/kv_cache.h"
 #include "support/bounds.h"
 #include "support/files.h"
 #include "support/json_cases.h"
@@ -16,6 +17,7 @@ namespace {
 
 using test::Array;
 using test::array_of;
+using test::array_of_list;
 using test::Json;
 using test::Layout;
 using test::TestTensor;
@@ -191,6 +193,143 @@ TEST(BugCases, EveryAttentionRun) {
     }
   }
   EXPECT_EQ(num_runs, 151);
+}
+
+// Calls f(id, run) for every run of an op; returns how many there were.
+template <class F>
+int for_each_run(const std::string& op, F f) {
+  std::ifstream file(test::data_path("bug_cases_dev.jsonl"));
+  int num_runs = 0;
+  for (std::string line; std::getline(file, line);) {
+    const Json bug = Json::parse(line);
+    for (const Json& run : bug.at("runs")) {
+      if (run.at("op") != op) continue;
+      SCOPED_TRACE(bug.at("id").get<std::string>());
+      f(run);
+      ++num_runs;
+    }
+  }
+  return num_runs;
+}
+
+void expect_numbers(const std::string& name, const TestTensor& got, const Json& want,
+                    const Json& run) {
+  const double relative = run.value("rel", 1e-5);
+  EXPECT_TRUE(test::within(name.c_str(), got.values(), array_of(want).values,
+                           [&](size_t) { return std::max(2e-6, relative); }));
+}
+
+TEST(BugCases, EveryCacheRun) {
+  const int num_runs = for_each_run("cache", [](const Json& run) {
+    const Json& c = run.at("config");
+    KvCacheConfig config;
+    config.batch = c.at("batch"), config.num_kv_heads = c.at("num_kv_heads");
+    config.head_dim_qk = c.at("d_qk"), config.head_dim_v = c.at("d_v");
+    config.capacity = c.at("capacity"), config.page_size = c.value("page_size", int64_t{64});
+    config.window = c.contains("window") && !c["window"].is_null() ? c["window"].get<int64_t>() : 0;
+    const std::string kind = c.value("kind", "contiguous");
+    config.kind = kind == "ring"    ? KvCacheKind::ring
+                  : kind == "paged" ? KvCacheKind::paged
+                                    : KvCacheKind::contiguous;
+    KvCache cache(config);
+    for (const Json& step : run.at("steps")) {
+      if (step.contains("append")) {
+        const TestTensor k = array_of(step["append"]["k"]).tensor(DType::f32),
+                         v = array_of(step["append"]["v"]).tensor(DType::f32);
+        if (step.value("expect", Json::object()).contains("error")) {
+          const int64_t before = cache.longest();
+          EXPECT_THROW(cache.append(k, v), Error);
+          EXPECT_EQ(cache.longest(), before);
+        } else {
+          cache.append(k, v);
+        }
+      } else if (step.contains("attend")) {
+        const Json& a = step["attend"];
+        const TestTensor q = array_of(a.at("q")).tensor(DType::f32);
+        const int64_t* n = q.view().shape;
+        TestTensor out(DType::f32, {n[0], n[1], n[2], config.head_dim_v});
+        TestTensor lse(DType::f32, {n[0], n[1], n[2]});
+        AttentionOptions options;
+        test::JsonMasks masks;
+        if (a.contains("mask") && !a["mask"].is_null()) options.mask = masks.make(a["mask"]);
+        cache.attend(q, {.out = out.view(), .lse = lse.view()}, options);
+        if (a.at("expect").contains("out")) expect_numbers("out", out, a["expect"]["out"], run);
+        if (a.at("expect").contains("lse")) expect_numbers("lse", lse, a["expect"]["lse"], run);
+      } else if (step.contains("truncate")) {
+        cache.truncate(step["truncate"].get<int64_t>());
+      } else {
+        EXPECT_EQ(cache.longest(), step.at("length").get<int64_t>());
+      }
+    }
+  });
+  EXPECT_GT(num_runs, 0);
+}
+
+TEST(BugCases, EveryPagedRun) {
+  const int num_runs = for_each_run("paged", [](const Json& run) {
+    const int64_t size = run.at("block_size");
+    const auto rows = run.at("table").get<std::vector<std::vector<int64_t>>>();
+    const auto lengths = run.at("lengths").get<std::vector<int64_t>>();
+    int64_t num_pages = 0;
+    for (const Json& f : run.at("fill")) num_pages = std::max(num_pages, f[0].get<int64_t>() + 1);
+    TestTensor v(DType::f32, {num_pages, size, 1, 1}), zeros(DType::f32, {num_pages, size, 1, 1});
+    v.fill(0), zeros.fill(0);
+    for (const Json& f : run["fill"])
+      for (int64_t slot = 0; slot < size; ++slot)
+        v.set(f[0], slot, 0, 0,
+              test::number(f[2]) + (f[1] == "ramp" ? static_cast<double>(slot) : 0.0));
+    std::vector<int64_t> table;
+    for (size_t b = 0; b < rows.size(); ++b) {
+      table.insert(table.end(), rows[b].begin(), rows[b].end());
+      for (auto slot = static_cast<size_t>(lengths[b]);
+           run.contains("poison_behind") && slot < rows[b].size() * static_cast<size_t>(size);
+           ++slot)
+        v.set(rows[b][slot / static_cast<size_t>(size)], static_cast<int64_t>(slot) % size, 0, 0,
+              test::number(run["poison_behind"]));
+    }
+    const auto batch = static_cast<int64_t>(lengths.size());
+    TestTensor q(DType::f32, {batch, 1, 1, 1}), out(DType::f32, {batch, 1, 1, 1});
+    q.fill(run.contains("q") ? test::number(run["q"]) : 0.0);
+    AttentionOptions options;
+    if (run.contains("scale")) options.scale = test::number(run["scale"]);
+    attention_paged(q, run.value("k_is_v", false) ? v : zeros, v,
+                    ConstTensor(table.data(), {batch, static_cast<int64_t>(rows[0].size())}),
+                    ConstTensor(lengths.data(), {batch}), {.out = out.view()}, options);
+    expect_numbers("out", out, run.at("expect").at("out"), run);
+  });
+  EXPECT_GT(num_runs, 0);
+}
+
+TEST(BugCases, EveryRopeAndAlibiRun) {
+  int num_runs = for_each_run("alibi_slopes", [](const Json& run) {
+    std::vector<float> got = alibi_slopes(run.at("n"));
+    EXPECT_EQ(static_cast<int64_t>(got.size()), run["n"].get<int64_t>());
+    const std::vector<double> want =
+        array_of_list(run.at(run.contains("expect") ? "expect" : "expect_first")).values;
+    got.resize(std::min(got.size(), want.size()));
+    EXPECT_TRUE(test::within("slopes", {got.begin(), got.end()}, want,
+                             [&](size_t e) { return 1e-6 * want[e]; }));
+  });
+  num_runs += for_each_run("rope", [](const Json& run) {
+    const std::vector<double> given = array_of_list(run.at("x")).values;
+    std::vector<double> x = given;
+    if (run.contains("permute"))
+      for (size_t i = 0; i < x.size(); ++i) x[i] = given[run["permute"][i].get<size_t>()];
+    const auto dim = static_cast<int64_t>(x.size());
+    const TestTensor from(DType::f32, {1, 1, 1, dim}, x);
+    TestTensor to(DType::f32, {1, 1, 1, dim});
+    RopeOptions options;
+    options.base = run.value("base", 10000.0);
+    options.style =
+        run.at("style") == "interleaved" ? RopeStyle::interleaved : RopeStyle::half_split;
+    options.rot_dim = run.value("rot_dim", int64_t{-1});
+    const int64_t position = run.at("position");
+    rope(from, ConstTensor(&position, {1}), to.view(), options);
+    const std::vector<double> want = array_of_list(run.at("expect")).values;
+    EXPECT_TRUE(test::within("rope", to.values(), want,
+                             [&](size_t e) { return 1e-5 * std::abs(want[e]); }));
+  });
+  EXPECT_GT(num_runs, 0);
 }
 
 }  // namespace

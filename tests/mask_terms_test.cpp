@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <vector>
+
 namespace qkv {
 namespace {
 
@@ -52,6 +54,30 @@ TEST(MaskTerms, LengthsAndDocuments_AreMergedIntoOneTermEach) {
                          Mask::documents(ConstTensor(others, {3}), ConstTensor(others, {3}));
   EXPECT_EQ(documents.terms().size(), 1u);
   EXPECT_EQ(documents.to_text({1, 1, 3, 3}), "x..\n.x.\n..x\n");
+}
+
+TEST(MaskTerms, Narrowed_CutsDenseArraysAlone) {
+  // Rows 1 and 2 and the first three keys of an array of four rows and five keys.
+  std::vector<uint8_t> seen(20);
+  for (size_t i = 0; i < seen.size(); ++i) seen[i] = i % 3 == 0;
+  const MaskShape array{1, 1, 4, 5}, entry{1, 1, 2, 3};
+  const int64_t shape[] = {4, 5};
+  const Mask dense = Mask::dense(ConstTensor(seen.data(), DType::boolean, shape));
+  const Mask narrow = Mask::Term::narrowed((dense & Mask::prefix(9)).prepared(), array, 1, 2, 3);
+  narrow.check(entry, "test");
+  for (int64_t i = 0; i < 2; ++i)
+    for (int64_t j = 0; j < 3; ++j)
+      EXPECT_EQ(narrow.visible(entry, 0, 0, i, j), seen[static_cast<size_t>((1 + i) * 5 + j)] != 0);
+  // What broadcasts stays: one row for all, one key for all.
+  const int64_t row[] = {1, 5}, column[] = {4, 1};
+  const ConstTensor one_row(seen.data(), DType::boolean, row),
+      one_key(seen.data(), DType::boolean, column);
+  EXPECT_EQ(narrow_scores(one_row, array, 1, 2, 3).data, seen.data());
+  EXPECT_EQ(narrow_scores(one_row, array, 1, 2, 3).shape[1], 3);
+  EXPECT_EQ(narrow_scores(one_key, array, 1, 2, 3).shape[0], 2);
+  EXPECT_EQ(narrow_scores(one_key, array, 1, 2, 3).shape[1], 1);
+  EXPECT_EQ(narrow_scores(one_key, array, 1, 2, 3).data, seen.data() + 1);
+  EXPECT_TRUE(Mask::Term::narrowed(Mask::chunk(2), array, 1, 2, 3).visible(entry, 0, 0, 1, 2));
 }
 
 }  // namespace
