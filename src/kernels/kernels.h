@@ -206,7 +206,7 @@ struct LinearTask {
   float* y;
   int64_t y_stride, y_column, y_block, y_block_stride;
   int64_t m, k, n;
-  bool adds = false;  // y += instead
+  bool adds;  // y += instead
 };
 
 /// Gradients of a projection's parameters: dw[n, k] = dy^T x and dbias[n] = the sums of the columns of
