@@ -258,7 +258,7 @@ TEST(WeightPass, RandomProblems_EqualTheReference) {
     Problem p = make_problem(e, types[seed % 4], random);
     add_random_options(p, random);
     p.add_text("seed", std::to_string(seed));
-    expect_forms(p, {some_rows(e.n_q, random), one_of({0, 1, 2, 7, 64, 400})},
+    expect_forms(p, {some_rows(e.n_q, random), one_of({0, 1, 2, 7, 16, 17, 64, 65, 400})},
                  seed % 3 ? Layout::contiguous : Layout::padded);
     if (testing::Test::HasFailure()) FAIL() << "further problems are left out";
   }

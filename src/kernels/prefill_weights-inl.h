@@ -98,6 +98,7 @@ HWY_NOINLINE Vec<T> OfferToVectors(const WeightForms& forms, const Panel<T>& pan
   auto own_key = hn::Load(di, key_at);
   auto above_own = hn::Gt(p, own);
   for (int64_t n = forms.top_k - 1; n > 0; n--, at -= kPanel<T>, key_at -= kPanel<T>) {
+    if (n % 8 == 0 && hn::AllFalse(d, above_own)) break;  // what is above stays, too
     const Vec<T> next = hn::Load(d, at - kPanel<T>);
     const auto next_key = hn::Load(di, key_at - kPanel<T>);
     const auto above_next = hn::Gt(p, next);
