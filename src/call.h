@@ -22,7 +22,7 @@ struct EntryKeys {
 /// A number per head, kept by the call itself; no allocation up to 64 heads.
 class HeadNumbers {
  public:
-  HeadNumbers() {}  // NOLINT: few_ is not cleared
+  HeadNumbers() {}                  // NOLINT: few_ is not cleared
   void fill(const ConstTensor& t);  // nothing if t is not given. check.cpp
   const double* data() const { return n_ == 0 ? nullptr : many_.empty() ? few_ : many_.data(); }
 
