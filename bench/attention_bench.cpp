@@ -118,7 +118,9 @@ void run_case(benchmark::State& state, const AttentionCase& c) {
 
 int main(int argc, char** argv) {
   using namespace qkv::bench;
-  pin_to_core(1);
+  const char* threads = std::getenv("QKV_BENCH_THREADS");
+  if (!threads || std::atoi(threads) == 1)
+    pin_to_core(1);  // threads of the pool would stay on that core
   const qkv::Info info = qkv::info();
   benchmark::AddCustomContext("isa", info.isa);
   benchmark::AddCustomContext("cpu", info.cpu);
