@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "backward.h"
+#include "checked_sizes.h"
 #include "element.h"
 #include "task.h"
 
@@ -257,7 +258,7 @@ class BackwardSchedule {
     const int64_t block_keys = kBiasBlocks * c_.kernels->tile_kv;
     const int64_t tokens = bias_.query ? step : c_.n_q;
     const int64_t keys = bias_.query == 0 && bias_.key != 0 ? block_keys : c_.n_kv;
-    const auto pieces = [](int64_t n, int64_t size) { return n == 0 ? 1 : (n + size - 1) / size; };
+    const auto pieces = [](int64_t n, int64_t size) { return n == 0 ? 1 : divide_up(n, size); };
     const int64_t n_tokens = pieces(c_.n_q, tokens), n_keys = pieces(c_.n_kv, keys);
     const int64_t n_batch = bias_.batch ? c_.batch : 1, n_heads = bias_.head ? c_.num_kv_heads : 1;
     const int64_t batch_step = bias_.batch ? 1 : c_.batch,

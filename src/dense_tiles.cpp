@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "call.h"
+#include "checked_sizes.h"
 #include "kernels/kernels.h"
 #include "mask_terms.h"
 
@@ -80,15 +81,14 @@ Extents extents_of(const ConstTensor& t) {
   return e;
 }
 
-int64_t tiles(int64_t n, int64_t size) { return (n + size - 1) / size; }
-
 }  // namespace
 
 DenseTiles make_dense_tiles(const ConstTensor& dense, const AttentionOptions& options) {
   const Extents e = extents_of(dense);
   const ScoreStrides strides = score_strides(dense);
   DenseTiles result;
-  const int64_t rows = tiles(e.n_q, kDenseTileTokens), columns = tiles(e.n_kv, kDenseTileKeys);
+  const int64_t rows = divide_up(e.n_q, kDenseTileTokens),
+                columns = divide_up(e.n_kv, kDenseTileKeys);
   result.key_stride = e.n_kv > 1 ? 1 : 0;
   result.token_stride = e.n_q > 1 ? columns : 0;
   result.head_stride = e.heads > 1 ? rows * columns : 0;
@@ -128,7 +128,7 @@ DenseTiles make_dense_tiles(const ConstTensor& dense, const AttentionOptions& op
             columns,
             std::max<int64_t>(1, kElementsPerTask / row_elements),
             result.bits.data()};
-  const int64_t tasks = tiles(e.batch * e.heads * rows, work.rows_per_task);
+  const int64_t tasks = divide_up(e.batch * e.heads * rows, work.rows_per_task);
   const int threads = options.num_threads ? options.num_threads : default_num_threads();
   if (tasks <= 1 || (threads <= 1 && !options.executor)) {
     for (int64_t t = 0; t < tasks; ++t) Work::run(&work, t);

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "check.h"
+#include "checked_sizes.h"
 #include "kv_cache_impl.h"
 #include "positions.h"
 
@@ -333,7 +334,7 @@ void KvCache::truncate(std::span<const int64_t> lengths) {
     e.first = std::min(e.first, n);
     if (!m.is_paged()) continue;
     // Pages behind the end stay for the next tokens, unless another cache reads them.
-    const int64_t size = m.config.page_size, pages = (n + size - 1) / size;
+    const int64_t size = m.config.page_size, pages = divide_up(n, size);
     while (static_cast<int64_t>(e.blocks.size()) > pages && !e.blocks.back().is_own())
       e.blocks.pop_back();
   }

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "call.h"
+#include "checked_sizes.h"
 #include "task.h"
 #include "weight_pass.h"
 
@@ -38,8 +39,6 @@ namespace {
 
 using kernels::AttentionTask;
 
-int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
 // One call, cut into blocks of rows of one (batch, KV head), each with kv_splits parts.
 class Schedule {
  public:
@@ -53,7 +52,7 @@ class Schedule {
         maker_(call, (cut_.is_decode ? call.kernels->decode_scratch_bytes
                                      : call.kernels->prefill_scratch_bytes)[call.arithmetic](
                          call.head_dim_qk, call.head_dim_v)) {
-    part_elements_ = round_up(cut_.task_rows * (call.head_dim_v + 2), 32);
+    part_elements_ = divide_up(cut_.task_rows * (call.head_dim_v + 2), 32) * 32;
   }
 
   int64_t num_items() const { return num_blocks_ * cut_.kv_splits; }
