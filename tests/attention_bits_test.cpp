@@ -4,10 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <numeric>
+#include <limits>
 
 #include "qkv/attention.h"
 #include "support/run_attention.h"
+#include "support/shuffled_executor.h"
 
 namespace qkv {
 namespace {
@@ -17,30 +18,13 @@ using test::make_problem;
 using test::MaskKind;
 using test::Problem;
 using test::Results;
+using test::ShuffledExecutor;
 
 void expect_same_bits(const Results& a, const Results& b, const std::string& what) {
   EXPECT_EQ(a.out.bits(), b.out.bits()) << "out, " << what;
   EXPECT_EQ(a.lse.bits(), b.lse.bits()) << "lse, " << what;
   EXPECT_EQ(a.weights.bits(), b.weights.bits()) << "weights, " << what;
 }
-
-// Runs the tasks in a shuffled order on the calling thread.
-class ShuffledExecutor : public Executor {
- public:
-  explicit ShuffledExecutor(uint64_t seed) : random_(seed) {}
-  void run(int64_t num_tasks, int, void (*task)(void*, int64_t), void* context) override {
-    num_tasks_ += num_tasks;
-    std::vector<int64_t> order(static_cast<size_t>(num_tasks));
-    std::iota(order.begin(), order.end(), int64_t{0});
-    std::shuffle(order.begin(), order.end(), random_);
-    for (int64_t index : order) task(context, index);
-  }
-  int64_t num_tasks() const { return num_tasks_; }
-
- private:
-  std::mt19937_64 random_;
-  int64_t num_tasks_ = 0;
-};
 
 // Large enough that several threads are worth waking.
 const Extents kLarge[] = {{1, 8, 2, 150, 700, 64, 64},

@@ -3,34 +3,16 @@
 // tasks, the batch it is part of, which gradients are wanted.
 #include <gtest/gtest.h>
 
-#include <numeric>
-
 #include "backward.h"
 #include "support/run_backward.h"
+#include "support/shuffled_executor.h"
 
 namespace qkv {
 namespace {
 
 using namespace test;  // NOLINT: every helper of this file is from there
 using test::Problem;
-
-// Runs the tasks in a shuffled order on the calling thread.
-class ShuffledExecutor : public Executor {
- public:
-  explicit ShuffledExecutor(uint64_t seed) : random_(seed) {}
-  void run(int64_t num_tasks, int, void (*task)(void*, int64_t), void* context) override {
-    num_tasks_ += num_tasks;
-    std::vector<int64_t> order(static_cast<size_t>(num_tasks));
-    std::iota(order.begin(), order.end(), int64_t{0});
-    std::shuffle(order.begin(), order.end(), random_);
-    for (int64_t index : order) task(context, index);
-  }
-  int64_t num_tasks() const { return num_tasks_; }
-
- private:
-  std::mt19937_64 random_;
-  int64_t num_tasks_ = 0;
-};
+using test::ShuffledExecutor;
 
 // Several parts per pair, several pairs, GQA and MQA.
 const Extents kLarge[] = {{1, 1, 1, 2100, 130, 16, 24},

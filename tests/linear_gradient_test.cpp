@@ -20,28 +20,12 @@ namespace {
 
 using qkv::kernels::active;
 using qkv::kernels::LinearGradientTask;
-using qkv::test::GuardedBuffer;
+using Floats = qkv::test::GuardedFloats;
 using qkv::test::within_bound;
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kUntouched = -12345.5f;
-
-/// Floats that end at a forbidden page.
-class Floats {
- public:
-  explicit Floats(int64_t n, float value = 0)
-      : n_(static_cast<size_t>(n)), buffer_(n_ * sizeof(float)) {
-    std::fill(span().begin(), span().end(), value);
-  }
-  float* data() const { return reinterpret_cast<float*>(buffer_.data()); }
-  float& operator[](int64_t i) const { return data()[i]; }
-  std::span<float> span() const { return {data(), n_}; }
-
- private:
-  size_t n_;
-  GuardedBuffer buffer_;
-};
 
 // Every array at the end of its memory, rows apart from each other with NaN (dy, x) or a marker (dw)
 // between them.

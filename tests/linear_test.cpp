@@ -19,27 +19,11 @@ namespace {
 
 using qkv::kernels::active;
 using qkv::kernels::LinearTask;
-using qkv::test::GuardedBuffer;
+using Floats = qkv::test::GuardedFloats;
 using qkv::test::within_bound;
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kUntouched = -12345.5f;
-
-/// Floats that end at a forbidden page.
-class Floats {
- public:
-  explicit Floats(int64_t n, float value = 0)
-      : n_(static_cast<size_t>(n)), buffer_(n_ * sizeof(float)) {
-    std::fill(span().begin(), span().end(), value);
-  }
-  float* data() const { return reinterpret_cast<float*>(buffer_.data()); }
-  float& operator[](int64_t i) const { return data()[i]; }
-  std::span<float> span() const { return {data(), n_}; }
-
- private:
-  size_t n_;
-  GuardedBuffer buffer_;
-};
 
 // y = x w^T + bias with every array at the end of its memory, rows of x and y apart from each other
 // with NaN (x) and a marker (y) between them.

@@ -5,10 +5,12 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <span>
 #include <utility>
 
 namespace qkv::test {
@@ -53,6 +55,22 @@ class GuardedBuffer {
   std::byte* mapped_ = nullptr;
   size_t mapped_bytes_ = 0;
   std::byte* data_ = nullptr;
+};
+
+/// Floats that end at a forbidden page.
+class GuardedFloats {
+ public:
+  explicit GuardedFloats(int64_t n, float value = 0)
+      : n_(static_cast<size_t>(n)), buffer_(n_ * sizeof(float)) {
+    std::fill(span().begin(), span().end(), value);
+  }
+  float* data() const { return reinterpret_cast<float*>(buffer_.data()); }
+  float& operator[](int64_t i) const { return data()[i]; }
+  std::span<float> span() const { return {data(), n_}; }
+
+ private:
+  size_t n_;
+  GuardedBuffer buffer_;
 };
 
 }  // namespace qkv::test
