@@ -62,15 +62,11 @@ HWY_NOINLINE void OuterRows(const Outer<T>& o, size_t n_panels, size_t steps, si
 }
 
 template <class T, int kVectors>
-HWY_INLINE void OuterColumns(Outer<T> o, size_t n_panels, size_t steps, size_t n) {
-  constexpr int kRows = kVectors > kTileVectors ? kTileRows / 2 : kTileRows;
-  const size_t whole = n / kRows * kRows;
-  if (whole) OuterRows<T, kVectors, kRows>(o, n_panels, steps, whole);
-  o.from += whole * kPanel<T>, o.to += whole * o.stride;
-  ForRows<kRows / 2>(n - whole, [&](size_t x, auto rows) HWY_ATTR {
-    Outer<T> tail = o;
-    tail.from += x * kPanel<T>, tail.to += x * o.stride;
-    OuterRows<T, kVectors, rows>(tail, n_panels, steps, rows);
+HWY_INLINE void OuterColumns(const Outer<T>& o, size_t n_panels, size_t steps, size_t n) {
+  ForTiles<kRowsOf<kVectors>>(n, [&](size_t x, size_t keys, auto rows) HWY_ATTR {
+    Outer<T> part = o;
+    part.from += x * kPanel<T>, part.to += x * o.stride;
+    OuterRows<T, kVectors, rows>(part, n_panels, steps, keys);
   });
 }
 

@@ -68,12 +68,11 @@ template <class T, int kVectors, bool kHides>
 HWY_INLINE void Dp(const T* v, int64_t v_stride, int64_t head_dim, const T* dout_t, const T* init,
                    const T* p, T* ds, int n) {
   const size_t ld = static_cast<size_t>(v_stride), dim = static_cast<size_t>(head_dim);
-  const size_t whole = static_cast<size_t>(n) / kTileRows * kTileRows;
-  if (whole) DpRows<T, kVectors, kHides, kTileRows>(v, ld, dim, dout_t, init, p, ds, whole);
-  ForRows<kTileRows / 2>(static_cast<size_t>(n) - whole, [&](size_t x, auto rows) HWY_ATTR {
-    const size_t at = (whole + x) * kPanel<T>;
-    DpRows<T, kVectors, true, rows>(v + (whole + x) * ld, ld, dim, dout_t, init, p + at, ds + at,
-                                    rows);
+  constexpr int kRows = kRowsOf<kVectors>;
+  ForTiles<kRows>(static_cast<size_t>(n), [&](size_t x, size_t keys, auto rows) HWY_ATTR {
+    const size_t at = x * kPanel<T>;
+    DpRows<T, kVectors, kHides || rows != kRows, rows>(v + x * ld, ld, dim, dout_t, init, p + at,
+                                                       ds + at, keys);
   });
 }
 
