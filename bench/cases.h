@@ -76,34 +76,56 @@ inline constexpr BackwardCase kBackwardCases[] = {
     {"dropout-n512-d64", 1, 8, 8, 512, 64, 64, CaseMask::full, false, true, 0, 0},
 };
 
-/// One call of attention() with few queries against long caches that are used in turn, together larger
-/// than the L3 cache. reach: fraction of the read bandwidth (bytes of K and V), or of the FMA peak where
-/// is_compute_bound.
+/// Where K and V are: tensors for attention(), or a KvCache.
+enum class DecodeStore { tensors, contiguous, paged };
+
+/// Few queries against long caches that are used in turn, together larger than the L3 cache. num_threads: 0
+/// as many as asked for. reach: fraction of the read bandwidth of that many threads (bytes of K, V and
+/// scales), or of the FMA peak where is_compute_bound.
 struct DecodeCase {
   const char* name;
   int64_t batch, num_heads, num_kv_heads, n_q, n_kv, head_dim;
   DType kv_dtype;
+  DecodeStore store;
+  int num_threads;
   bool is_compute_bound;
   double reach;
 };
 
 inline constexpr DecodeCase kDecodeCases[] = {
-    {"mha-f32", 1, 32, 32, 1, 4096, 128, DType::f32, false, 0.95},
-    {"mha-bf16", 1, 32, 32, 1, 4096, 128, DType::bf16, false, 0.92},
-    {"mha-f16", 1, 32, 32, 1, 4096, 128, DType::f16, false, 0.92},
-    {"group2-f32", 1, 32, 16, 1, 4096, 128, DType::f32, false, 0.92},
-    {"group4-f32", 1, 32, 8, 1, 4096, 128, DType::f32, false, 0.85},
-    {"group8-f32", 1, 32, 4, 1, 4096, 128, DType::f32, false, 0.75},
-    {"group4-bf16", 1, 32, 8, 1, 4096, 128, DType::bf16, false, 0.75},
-    {"mqa-f32", 1, 32, 1, 1, 4096, 128, DType::f32, true, 0.93},
-    {"b8-mha-f32", 8, 32, 32, 1, 1024, 128, DType::f32, false, 0.95},
-    {"b8-group4-f32", 8, 32, 8, 1, 1024, 128, DType::f32, false, 0.85},
+    {"mha-f32", 1, 32, 32, 1, 4096, 128, DType::f32, DecodeStore::tensors, 0, false, 0.95},
+    {"mha-bf16", 1, 32, 32, 1, 4096, 128, DType::bf16, DecodeStore::tensors, 0, false, 0.92},
+    {"mha-f16", 1, 32, 32, 1, 4096, 128, DType::f16, DecodeStore::tensors, 0, false, 0.92},
+    {"group2-f32", 1, 32, 16, 1, 4096, 128, DType::f32, DecodeStore::tensors, 0, false, 0.92},
+    {"group4-f32", 1, 32, 8, 1, 4096, 128, DType::f32, DecodeStore::tensors, 0, false, 0.85},
+    {"group8-f32", 1, 32, 4, 1, 4096, 128, DType::f32, DecodeStore::tensors, 0, false, 0.75},
+    {"group4-bf16", 1, 32, 8, 1, 4096, 128, DType::bf16, DecodeStore::tensors, 0, false, 0.75},
+    {"mqa-f32", 1, 32, 1, 1, 4096, 128, DType::f32, DecodeStore::tensors, 0, true, 0.93},
+    {"b8-mha-f32", 8, 32, 32, 1, 1024, 128, DType::f32, DecodeStore::tensors, 0, false, 0.95},
+    {"b8-group4-f32", 8, 32, 8, 1, 1024, 128, DType::f32, DecodeStore::tensors, 0, false, 0.85},
+    {"mha-f32-2-threads", 1, 32, 32, 1, 4096, 128, DType::f32, DecodeStore::tensors, 2, false,
+     0.90},
+    {"mha-bf16-2-threads", 1, 32, 32, 1, 4096, 128, DType::bf16, DecodeStore::tensors, 2, false,
+     0.90},
+    {"cache-mha-f32", 1, 32, 32, 1, 4096, 128, DType::f32, DecodeStore::contiguous, 0, false, 0.95},
+    {"cache-mha-bf16", 1, 32, 32, 1, 4096, 128, DType::bf16, DecodeStore::contiguous, 0, false,
+     0.92},
+    {"cache-mha-i8", 1, 32, 32, 1, 4096, 128, DType::i8, DecodeStore::contiguous, 0, false, 0.75},
+    {"cache-group4-f32", 1, 32, 8, 1, 4096, 128, DType::f32, DecodeStore::contiguous, 0, false,
+     0.85},
+    {"cache-group4-bf16", 1, 32, 8, 1, 4096, 128, DType::bf16, DecodeStore::contiguous, 0, false,
+     0.75},
+    {"cache-group4-i8", 1, 32, 8, 1, 4096, 128, DType::i8, DecodeStore::contiguous, 0, false, 0.60},
+    {"paged-mha-f32", 1, 32, 32, 1, 4096, 128, DType::f32, DecodeStore::paged, 0, false, 0.95},
+    {"paged-mha-bf16", 1, 32, 32, 1, 4096, 128, DType::bf16, DecodeStore::paged, 0, false, 0.92},
+    {"paged-mha-i8", 1, 32, 32, 1, 4096, 128, DType::i8, DecodeStore::paged, 0, false, 0.75},
+    {"paged-group4-bf16", 1, 32, 8, 1, 4096, 128, DType::bf16, DecodeStore::paged, 0, false, 0.75},
     // Speculation: 1.1, 1.2 and 1.5 times the time of one query.
-    {"mha-q2-f32", 1, 32, 32, 2, 4096, 128, DType::f32, false, 0.86},
-    {"mha-q4-f32", 1, 32, 32, 4, 4096, 128, DType::f32, false, 0.79},
-    {"mha-q8-f32", 1, 32, 32, 8, 4096, 128, DType::f32, false, 0.63},
+    {"mha-q2-f32", 1, 32, 32, 2, 4096, 128, DType::f32, DecodeStore::tensors, 0, false, 0.86},
+    {"mha-q4-f32", 1, 32, 32, 4, 4096, 128, DType::f32, DecodeStore::tensors, 0, false, 0.79},
+    {"mha-q8-f32", 1, 32, 32, 8, 4096, 128, DType::f32, DecodeStore::tensors, 0, false, 0.63},
     // A step of a small model: 40 us count.
-    {"small-9-3-f32", 1, 9, 3, 1, 512, 64, DType::f32, false, 0},
+    {"small-9-3-f32", 1, 9, 3, 1, 512, 64, DType::f32, DecodeStore::tensors, 0, false, 0},
 };
 
 /// A projection: m rows of k numbers to n. Few rows are bound by reading the weights: their reach
@@ -137,12 +159,30 @@ struct LayerCase {
 
 inline constexpr LayerCase kLayerCases[] = {
     // Microseconds count: 30 us (MHA) and 13 us (MQA).
-    {"layer-lesson-mha", 10, 2, 4, 8, 8, 128, 64, 16, 8, CaseMask::full, 0, 0},
-    {"layer-lesson-mqa", 10, 2, 4, 8, 1, 128, 64, 16, 8, CaseMask::full, 0, 0},
-    {"layer-n2048-512-h8", 1, 2048, 2048, 8, 8, 512, 512, 64, 512, CaseMask::full, 0.90, 0.87},
-    {"layer-b8-n128-768-h12", 8, 128, 128, 12, 12, 768, 768, 64, 768, CaseMask::full, 0.92, 0.90},
-    {"layer-causal-n512-2048-gqa4", 1, 512, 512, 32, 8, 2048, 2048, 64, 2048, CaseMask::causal,
-     0.90, 0.87},
+    {"lesson-mha", 10, 2, 4, 8, 8, 128, 64, 16, 8, CaseMask::full, 0, 0},
+    {"lesson-mqa", 10, 2, 4, 8, 1, 128, 64, 16, 8, CaseMask::full, 0, 0},
+    {"n2048-512-h8", 1, 2048, 2048, 8, 8, 512, 512, 64, 512, CaseMask::full, 0.90, 0.87},
+    {"b8-n128-768-h12", 8, 128, 128, 12, 12, 768, 768, 64, 768, CaseMask::full, 0.92, 0.90},
+    {"causal-n512-2048-gqa4", 1, 512, 512, 32, 8, 2048, 2048, 64, 2048, CaseMask::causal, 0.90,
+     0.87},
+};
+
+/// What `qkv bench` runs when it is not told what: the usual shapes, in half a minute.
+inline constexpr const char* kSummary[] = {
+    "attention/full-n2048-d64",
+    "attention/causal-n2048-d128",
+    "attention/causal-n512-d64",
+    "attention/gqa4-causal-n1024-d128",
+    "attention/bert-b8-h12-n128-d64",
+    "attention/window256-n4096-d64",
+    "backward/causal-n512-d64",
+    "decode/mha-f32",
+    "decode/mha-bf16",
+    "decode/group4-bf16",
+    "decode/cache-group4-i8",
+    "layer/linear-minilm",
+    "layer/lesson-mha",
+    "layer/b8-n128-768-h12",
 };
 
 }  // namespace qkv::bench

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: benchmark. The roofs of one core: FMA peak and read bandwidth with the vectors of the
+// Tier: benchmark. The roofs of cores: FMA peak and read bandwidth with the vectors of the
 // instruction set in force. Compiled once per Highway target, so that a forced instruction set is
 // compared with its own peak.
 #undef HWY_TARGET_INCLUDE
@@ -107,9 +107,14 @@ HWY_AFTER_NAMESPACE();
 #include <time.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <new>
+#include <numeric>
+#include <thread>
+#include <vector>
 
 #include "roof.h"
 
@@ -129,41 +134,78 @@ double clock_seconds(clockid_t id) {
 double thread_seconds() { return clock_seconds(CLOCK_THREAD_CPUTIME_ID); }
 double wall_seconds() { return clock_seconds(CLOCK_MONOTONIC); }
 
-bool pin_to_core(int core) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  CPU_SET(static_cast<size_t>(core), &set);
-  return sched_setaffinity(0, sizeof set, &set) == 0;
+Pin::Pin() {
+  CPU_ZERO(&before_);
+  if (sched_getaffinity(0, sizeof before_, &before_) != 0) return;
+  size_t last = CPU_SETSIZE;
+  while (last > 0 && !CPU_ISSET(last - 1, &before_)) --last;
+  cpu_set_t one;
+  CPU_ZERO(&one);
+  if (last > 0) CPU_SET(last - 1, &one);
+  sched_setaffinity(0, sizeof one, &one);
 }
 
-double fma_peak_gflops() {
+Pin::~Pin() { sched_setaffinity(0, sizeof before_, &before_); }
+
+namespace {
+
+// Runs work(thread) on num_threads threads, this one included, that start at the same moment.
+// Seconds until the last one is done.
+double together(int num_threads, const std::function<void(int)>& work) {
+  std::atomic<int> num_waiting{0};
+  const auto start = [&](int thread) {
+    ++num_waiting;
+    while (num_waiting.load() < num_threads) std::this_thread::yield();
+    work(thread);
+  };
+  std::vector<std::thread> others;
+  for (int t = 1; t < num_threads; ++t) others.emplace_back(start, t);
+  while (num_waiting.load() < num_threads - 1) std::this_thread::yield();
+  const double begin = wall_seconds();
+  start(0);
+  for (std::thread& thread : others) thread.join();
+  return wall_seconds() - begin;
+}
+
+}  // namespace
+
+double fma_peak_gflops(int num_threads) {
   // 6 cycles per step on two pipes; the clock of thread_seconds has a resolution of well below a
   // microsecond.
   constexpr int64_t kSteps = 100000;
-  const double start = thread_seconds();
-  const int64_t flop = HWY_DYNAMIC_DISPATCH(FmaChains)(kSteps);
-  return static_cast<double>(flop) / (thread_seconds() - start) * 1e-9;
+  std::vector<double> rates(static_cast<size_t>(num_threads));
+  together(num_threads, [&](int thread) {
+    const double start = thread_seconds();
+    const int64_t flop = HWY_DYNAMIC_DISPATCH(FmaChains)(kSteps);
+    rates[static_cast<size_t>(thread)] =
+        static_cast<double>(flop) / (thread_seconds() - start) * 1e-9;
+  });
+  return std::accumulate(rates.begin(), rates.end(), 0.0);
 }
 
-double read_gbps(int64_t bytes) {
-  static thread_local std::unique_ptr<Buffer> buffer;
-  static thread_local int64_t held = 0;
+double read_gbps(int64_t bytes, int num_threads) {
+  static std::unique_ptr<Buffer> buffer;
+  static int64_t held = 0;
   constexpr int64_t kStep = 16 << 10;  // the block of ReadAll
-  bytes = bytes / kStep * kStep;
-  if (bytes <= 0) return 0;
-  if (held != bytes) {
+  constexpr int64_t kEnough = int64_t{64} << 20;
+  const int64_t part = bytes / num_threads / kStep * kStep;
+  if (part <= 0) return 0;
+  if (held < part * num_threads || held > bytes) {
     buffer = std::make_unique<Buffer>(bytes);
     held = bytes;
   }
   // DRAM likes streams a page apart (Zen 5: 48 GB/s, 43 in address order), the caches do not (L2:
   // 142 and 270).
-  const int64_t stream = bytes > (int64_t{4} << 20) ? kStep / 16 : kStep / 16 / 32;
-  const int64_t passes = std::max<int64_t>(2, (int64_t{64} << 20) / bytes);
-  HWY_DYNAMIC_DISPATCH(ReadAll)(buffer->floats(), bytes / 4, stream);  // what fits a cache is there
-  const double start = wall_seconds();
-  for (int64_t i = 0; i < passes; ++i)
-    HWY_DYNAMIC_DISPATCH(ReadAll)(buffer->floats(), bytes / 4, stream);
-  return static_cast<double>(bytes * passes) / (wall_seconds() - start) * 1e-9;
+  const int64_t stream = part > (int64_t{4} << 20) ? kStep / 16 : kStep / 16 / 32;
+  const auto read = [&](int thread) {
+    HWY_DYNAMIC_DISPATCH(ReadAll)(buffer->floats() + thread * (part / 4), part / 4, stream);
+  };
+  if (bytes < kEnough) together(num_threads, read);  // what fits a cache is there
+  const int64_t passes = std::max<int64_t>(1, kEnough / bytes);
+  const double seconds = together(num_threads, [&](int thread) {
+    for (int64_t i = 0; i < passes; ++i) read(thread);
+  });
+  return static_cast<double>(part * num_threads * passes) / seconds * 1e-9;
 }
 
 const char* roof_target() { return HWY_DYNAMIC_DISPATCH(Name)(); }

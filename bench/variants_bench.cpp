@@ -37,7 +37,7 @@ ConstTensor view(const std::vector<T>& x, int64_t part) {
 }  // namespace
 
 int run() {
-  pin_to_core(1);
+  const Pin pin;
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
   std::vector<float> x(3 * kSize), out(kSize), bias(kN * kN), additive(kN * kN),
