@@ -20,7 +20,7 @@
 namespace qkv::cli {
 namespace {
 
-const Verb* const kVerbs[] = {&kDemo, &kRun, &kInspect, &kPlan, &kInfo};
+const Verb* const kVerbs[] = {&kDemo, &kRun, &kInspect, &kPlan, &kBench, &kInfo};
 
 std::string verb_names() {
   std::string names;

@@ -26,6 +26,7 @@ extern const Verb kDemo;
 extern const Verb kRun;
 extern const Verb kInspect;
 extern const Verb kPlan;
+extern const Verb kBench;
 extern const Verb kInfo;
 
 }  // namespace qkv::cli

@@ -44,7 +44,7 @@ std::vector<std::string> lines_with(const std::string& text, const std::string& 
   return lines;
 }
 
-const std::vector<std::string> kVerbs = {"demo", "run", "inspect", "plan", "info"};
+const std::vector<std::string> kVerbs = {"demo", "run", "inspect", "plan", "bench", "info"};
 
 TEST(Cli, Help_NamesEveryVerb) {
   for (const char* flag : {"--help", "-h", "help"}) {
@@ -74,7 +74,7 @@ TEST(Cli, Version_IsTheLibrarys) { EXPECT_EQ(text_of({"--version"}), "qkv " QKV_
 TEST(Cli, UsageErrors_OneLineWithAdvice) {
   expect_refused(run_qkv({}), {"verb is missing", "demo", "--help"});
   expect_refused(run_qkv({"rnu"}), {"unknown verb 'rnu'", "did you mean 'run'?"});
-  expect_refused(run_qkv({"qqqqqqqq"}), {"unknown verb", "demo, run, inspect, plan, info"});
+  expect_refused(run_qkv({"qqqqqqqq"}), {"unknown verb", "demo, run, inspect, plan, bench, info"});
   expect_refused(run_qkv({"help", "rum"}), {"did you mean 'run'?"});
   expect_refused(run_qkv({"run", "--wieghts", "w"}),
                  {"unknown flag '--wieghts'", "did you mean '--weights'?"});
