@@ -7,8 +7,10 @@
 
 #include <atomic>
 #include <new>
+#include <optional>
 #include <utility>
 
+#include "kept_memory.h"
 #include "layer_impl.h"
 
 namespace qkv {
@@ -233,22 +235,14 @@ void AttentionLayer::forward(ConstTensor q, ConstTensor k, ConstTensor v,
   Impl::Forward f = impl_->check_forward(check, q, k, v, outputs);
   const int64_t bytes = layer_times(check, f.floats(), 4);
 
-  // An executor may run another call of this thread's inside this one: that call gets memory of its
-  // own.
-  thread_local Workspace kept;
-  Workspace own;
-  Workspace& w = workspace != nullptr ? *workspace : kept.is_busy_ ? own : kept;
+  std::optional<KeptMemory<Workspace>> kept;
+  Workspace& w = workspace != nullptr ? *workspace : kept.emplace().get();
   if (bytes > w.size_bytes_) {
     w = Workspace();
     w.data_ = static_cast<float*>(
         ::operator new (static_cast<size_t>(bytes), std::align_val_t{kernels::kAlignment}));
     w.size_bytes_ = bytes;
   }
-  struct Busy {
-    bool* flag;
-    explicit Busy(bool* busy) : flag(busy) { *flag = true; }
-    ~Busy() { *flag = false; }
-  } busy(&w.is_busy_);
   f.use(w.data_);
   impl_->run_forward(check, f, q, k, v, outputs, options, {});
 }

@@ -16,6 +16,7 @@
 
 #include "call.h"
 #include "checked_sizes.h"
+#include "kept_memory.h"
 #include "task.h"
 #include "weight_pass.h"
 
@@ -343,16 +344,8 @@ void run(std::span<const Call> calls) {
   if (calls.empty()) return;
   const AttentionOptions& options = *calls[0].options;
   const int wanted = options.num_threads ? options.num_threads : default_num_threads();
-  // Memory for parts and states is kept per thread. An executor may run another call of this thread's
-  // inside this one: that call gets memory of its own.
-  thread_local ScratchBuffer kept;
-  thread_local bool is_busy = false;
-  ScratchBuffer own;
-  ScratchBuffer& memory = is_busy ? own : kept;
-  struct Busy {
-    const bool before = std::exchange(is_busy, true);
-    ~Busy() { is_busy = before; }
-  } busy;
+  KeptMemory<ScratchBuffer> kept;  // for parts and states
+  ScratchBuffer& memory = kept.get();
   if (calls.size() == 1) {  // small calls count nanoseconds: no lists
     Schedule schedule(calls[0]);
     if (useful_threads(schedule.item_flop(), schedule.num_items(), wanted) <= 1 &&

@@ -131,7 +131,6 @@ class QKV_EXPORT AttentionLayer {
     friend class AttentionLayer;
     float* data_ = nullptr;
     int64_t size_bytes_ = 0;
-    bool is_busy_ = false;
   };
 
   /// What backward() needs of a forward_training() call: its arguments as views (the memory of q, k,
