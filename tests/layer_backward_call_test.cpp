@@ -14,9 +14,6 @@
 namespace qkv::test {
 namespace {
 
-// Every size another one.
-LayerConfig odd_gqa() { return LayerConfig::gqa(6, 2, 21, 19, 13, 11, 17, 23); }
-
 // Sums of one chunk: adding is exactly one addition.
 TEST(LayerBackward, Add_AddsToWhatIsThere) {
   const LayerProblem p(odd_gqa(), 2, 5, 7);

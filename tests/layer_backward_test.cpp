@@ -33,9 +33,6 @@ void expect_definition(const LayerProblem& p) {
   }
 }
 
-// Every size another one.
-LayerConfig odd_gqa() { return LayerConfig::gqa(6, 2, 21, 19, 13, 11, 17, 23); }
-
 // All numbers whole multiples of 2^-12, so that steps of 2^-9 are exact in f32.
 void round_all(LayerProblem* p) {
   const auto rounded = [](double x) { return std::round(x * 4096) / 4096; };
@@ -102,34 +99,13 @@ TEST(LayerBackward, Definition_EqualsFiniteDifferences) {
   }
 }
 
-TEST(LayerBackward, LessonModules_EqualTheDefinition) {
-  for (const LayerConfig& c :
-       {LayerConfig::mha(8, 128, 64, 16, 16, 8), LayerConfig::mqa(8, 128, 64, 16, 16, 8)}) {
-    LayerProblem p(c, 10, 2, 4);
-    expect_definition(p);
-    p.options.mask = Mask::causal_top_left();
-    expect_definition(p);
-  }
-}
+TEST(LayerBackward, LessonModules_EqualTheDefinition) { for_lesson_modules(expect_definition); }
 
 TEST(LayerBackward, AllSizesDifferent_EqualsTheDefinition) {
-  for (int64_t n_q : {1, 3, 33}) {
-    for (int64_t n_kv : {1, 5, 40}) {
-      LayerProblem p(odd_gqa(), 3, n_q, n_kv);
-      expect_definition(p);
-      p.options.mask = Mask::window(3, 1) & Mask::causal_bottom_right();
-      expect_definition(p);
-    }
-  }
+  for_all_sizes_different(expect_definition);
 }
 
-TEST(LayerBackward, HeadWidths_EqualTheDefinition) {
-  for (int64_t head_dim_qk : {1, 16, 24, 32}) {
-    for (int64_t head_dim_v : {1, 16, 48})
-      expect_definition(
-          LayerProblem(LayerConfig::gqa(4, 2, 40, 24, head_dim_qk, head_dim_v, 20), 2, 9, 11));
-  }
-}
+TEST(LayerBackward, HeadWidths_EqualTheDefinition) { for_head_widths(expect_definition); }
 
 // More rows than a chunk, more columns than a block.
 TEST(LayerBackward, LongRows_EqualTheDefinition) {
@@ -138,14 +114,7 @@ TEST(LayerBackward, LongRows_EqualTheDefinition) {
   expect_definition(p);
 }
 
-TEST(LayerBackward, EachBiasAbsent_EqualsTheDefinition) {
-  for (int absent = 0; absent < 16; ++absent) {
-    LayerConfig c = odd_gqa();
-    c.bias_q = !(absent & 1), c.bias_k = !(absent & 2);
-    c.bias_v = !(absent & 4), c.bias_o = !(absent & 8);
-    expect_definition(LayerProblem(c, 2, 5, 7));
-  }
-}
+TEST(LayerBackward, EachBiasAbsent_EqualsTheDefinition) { for_each_bias_absent(expect_definition); }
 
 TEST(LayerBackward, ScaleSoftcapAndAdditiveMask_EqualTheDefinition) {
   LayerConfig c = odd_gqa();

@@ -55,42 +55,11 @@ void expect_definition(const LayerProblem& p) {
   EXPECT_EQ(weights_alone.weights.bits(), got.weights.bits());
 }
 
-LayerConfig lesson_mha() { return LayerConfig::mha(8, 128, 64, 16, 16, 8); }
-LayerConfig lesson_mqa() { return LayerConfig::mqa(8, 128, 64, 16, 16, 8); }
-// Every size another one.
-LayerConfig odd_gqa() { return LayerConfig::gqa(6, 2, 21, 19, 13, 11, 17, 23); }
+TEST(Layer, LessonModules_EqualTheDefinition) { for_lesson_modules(expect_definition); }
 
-TEST(Layer, LessonModules_EqualTheDefinition) {
-  for (const LayerConfig& c : {lesson_mha(), lesson_mqa()}) {
-    LayerProblem p(c, 10, 2, 4);
-    expect_definition(p);
-    p.options.mask = Mask::causal_top_left();
-    expect_definition(p);
-    p.options.mask = Mask::causal_bottom_right();
-    expect_definition(p);
-  }
-}
+TEST(Layer, AllSizesDifferent_EqualsTheDefinition) { for_all_sizes_different(expect_definition); }
 
-TEST(Layer, AllSizesDifferent_EqualsTheDefinition) {
-  for (int64_t n_q : {1, 3, 33}) {
-    for (int64_t n_kv : {1, 5, 40}) {
-      LayerProblem p(odd_gqa(), 3, n_q, n_kv);
-      expect_definition(p);
-      p.options.mask = Mask::window(3, 1) & Mask::causal_bottom_right();
-      expect_definition(p);
-    }
-  }
-}
-
-// Heads that are whole vectors of some instruction sets and not of others.
-TEST(Layer, HeadWidths_EqualTheDefinition) {
-  for (int64_t head_dim_qk : {1, 8, 16, 24, 32, 64}) {
-    for (int64_t head_dim_v : {1, 4, 16, 32, 48}) {
-      expect_definition(
-          LayerProblem(LayerConfig::gqa(4, 2, 40, 24, head_dim_qk, head_dim_v, 20), 2, 9, 11));
-    }
-  }
-}
+TEST(Layer, HeadWidths_EqualTheDefinition) { for_head_widths(expect_definition); }
 
 TEST(Layer, LongRows_EqualTheDefinition) {
   LayerProblem p(LayerConfig::mha(2, 64, 64, 32, 32, 64), 1, 300, 290);
@@ -99,14 +68,7 @@ TEST(Layer, LongRows_EqualTheDefinition) {
   expect_definition(p);
 }
 
-TEST(Layer, EachBiasAbsent_EqualsTheDefinition) {
-  for (int absent = 0; absent < 16; ++absent) {
-    LayerConfig c = odd_gqa();
-    c.bias_q = !(absent & 1), c.bias_k = !(absent & 2);
-    c.bias_v = !(absent & 4), c.bias_o = !(absent & 8);
-    expect_definition(LayerProblem(c, 2, 5, 7));
-  }
-}
+TEST(Layer, EachBiasAbsent_EqualsTheDefinition) { for_each_bias_absent(expect_definition); }
 
 TEST(Layer, ScaleAndSoftcap_EqualTheDefinition) {
   LayerConfig c = odd_gqa();

@@ -67,6 +67,56 @@ struct LayerProblem {
   }
 };
 
+inline LayerConfig lesson_mha() { return LayerConfig::mha(8, 128, 64, 16, 16, 8); }
+inline LayerConfig lesson_mqa() { return LayerConfig::mqa(8, 128, 64, 16, 16, 8); }
+/// Every size another one.
+inline LayerConfig odd_gqa() { return LayerConfig::gqa(6, 2, 21, 19, 13, 11, 17, 23); }
+
+/// What forward and backward are held against their definitions on. check: void(const LayerProblem&).
+template <class Check>
+void for_lesson_modules(Check check) {
+  for (const LayerConfig& c : {lesson_mha(), lesson_mqa()}) {
+    LayerProblem p(c, 10, 2, 4);
+    check(p);
+    p.options.mask = Mask::causal_top_left();
+    check(p);
+    p.options.mask = Mask::causal_bottom_right();
+    check(p);
+  }
+}
+
+template <class Check>
+void for_all_sizes_different(Check check) {
+  for (int64_t n_q : {1, 3, 33}) {
+    for (int64_t n_kv : {1, 5, 40}) {
+      LayerProblem p(odd_gqa(), 3, n_q, n_kv);
+      check(p);
+      p.options.mask = Mask::window(3, 1) & Mask::causal_bottom_right();
+      check(p);
+    }
+  }
+}
+
+/// Heads that are whole vectors of some instruction sets and not of others.
+template <class Check>
+void for_head_widths(Check check) {
+  for (int64_t head_dim_qk : {1, 8, 16, 24, 32, 64}) {
+    for (int64_t head_dim_v : {1, 4, 16, 32, 48}) {
+      check(LayerProblem(LayerConfig::gqa(4, 2, 40, 24, head_dim_qk, head_dim_v, 20), 2, 9, 11));
+    }
+  }
+}
+
+template <class Check>
+void for_each_bias_absent(Check check) {
+  for (int absent = 0; absent < 16; ++absent) {
+    LayerConfig c = odd_gqa();
+    c.bias_q = !(absent & 1), c.bias_k = !(absent & 2);
+    c.bias_v = !(absent & 4), c.bias_o = !(absent & 8);
+    check(LayerProblem(c, 2, 5, 7));
+  }
+}
+
 /// What a layer must give, row-major, weights head-major [num_heads * batch, n_q, n_kv].
 struct LayerValues {
   std::vector<double> output, weights;
