@@ -84,5 +84,6 @@ NB_MODULE(_core, m) {
   m.def("info", &info_dict);
   m.def(
       "set_isa", [](const std::string& isa) { qkv::set_isa(isa); }, "isa"_a);
+  m.def("set_repeats", &set_repeats, "n"_a);
   m.def("set_num_threads", &qkv::set_num_threads, "n"_a);
 }

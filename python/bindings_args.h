@@ -109,6 +109,8 @@ class OptionArguments {
 /// Runs work() without the GIL. Long work listens to Ctrl-C between its tasks: work gets an
 /// executor then, and KeyboardInterrupt (PythonError) is thrown when its tasks have ended.
 void run_released(double flop, Executor** executor, void (*work)(void* context), void* context);
+/// Every work() runs n times from now on, so that a benchmark can tell a call's C++ part from the rest.
+void set_repeats(int64_t n);
 template <class Work>
 void run_released(double flop, Executor** executor, Work&& work) {
   run_released(

@@ -84,11 +84,14 @@ const dlpack::ExchangeApi* exchange_api(PyTypeObject* type) {
   static unsigned next = 0;
   for (const Entry& entry : cache)
     if (entry.type == type) return entry.api;
-  Py_INCREF(type);
+  // Both may run Python code that comes back here: the entry is whole at any time.
+  const dlpack::ExchangeApi* const api = read_exchange_api(type);
   Entry& entry = cache[next++ % 4];
-  Py_XDECREF(entry.type);
-  entry = {type, read_exchange_api(type)};
-  return entry.api;
+  PyTypeObject* const old = std::exchange(entry.type, type);
+  entry.api = api;
+  Py_INCREF(type);
+  Py_XDECREF(old);
+  return api;
 }
 
 // Torch keeps gradients in mind, this module does not: refusing beats a silent loss.
@@ -104,6 +107,14 @@ void refuse_gradients(PyObject* object, const char* caller, const char* name) {
   if (enabled.get() != Py_True) return;
   throw Error(where(caller, name) +
               "requires a gradient: call qkv.torch.scaled_dot_product_attention, or detach() it");
+}
+
+// The imaginary parts of conjugate complex numbers in torch are a view whose sign is in a flag, not in
+// the memory. It steps over the real parts: no stride is odd.
+bool may_be_negated(const ConstTensor& t) {
+  for (int a = 0; a < t.rank; ++a)
+    if (t.shape[a] > 1 && t.stride[a] % 2 != 0) return false;
+  return info(t.dtype).is_float;
 }
 
 }  // namespace
@@ -141,10 +152,9 @@ void Array::open(PyObject* object, const char* caller, const char* name, Access 
   kind_.like = object;
   if (const dlpack::ExchangeApi* api = exchange_api(Py_TYPE(object))) {
     kind_.library = ArrayKind::Library::exchange, kind_.api = api;
-    refuse_gradients(object, caller, name);
-    dlpack::Tensor t{};
-    if (api->borrow(object, &t) != 0) throw PythonError();
-    set_from_dlpack(t);
+    if (access != Access::read_detached) refuse_gradients(object, caller, name);
+    open_borrowed(object, access);
+    if (may_be_negated(view_)) resolve_sign(object, access);
   } else if (PyObject_CheckBuffer(object)) {
     open_buffer(object, access);
   } else if (PyObject_HasAttr(object, names().dlpack)) {
@@ -156,6 +166,21 @@ void Array::open(PyObject* object, const char* caller, const char* name, Access 
                  name, Py_TYPE(object)->tp_name);
     throw PythonError();
   }
+}
+
+void Array::open_borrowed(PyObject* object, Access access) {
+  dlpack::Tensor t{};
+  if (kind_.api->borrow(object, &t) != 0) throw PythonError();
+  set_from_dlpack(t, access);
+}
+
+void Array::resolve_sign(PyObject* object, Access access) {
+  const Ref is_negated(PyObject_CallMethodNoArgs(object, names().is_neg));
+  PyErr_Clear();  // a library without such views
+  if (is_negated.get() != Py_True) return;
+  if (access == Access::write) throw Error(where(caller_, name_) + "is a negated view");
+  owner_ = Ref::checked(PyObject_CallMethod(object, "resolve_neg", nullptr));
+  open_borrowed(owner_.get(), access);
 }
 
 void Array::open_buffer(PyObject* object, Access access) {
@@ -211,21 +236,25 @@ void Array::open_capsule(PyObject* object, Access access) {
   if (void* p = PyCapsule_IsValid(capsule.get(), "dltensor")
                     ? PyCapsule_GetPointer(capsule.get(), "dltensor")
                     : nullptr) {
-    set_from_dlpack(static_cast<dlpack::ManagedTensor*>(p)->tensor);
+    set_from_dlpack(static_cast<dlpack::ManagedTensor*>(p)->tensor, access);
   } else if (void* q = PyCapsule_IsValid(capsule.get(), "dltensor_versioned")
                            ? PyCapsule_GetPointer(capsule.get(), "dltensor_versioned")
                            : nullptr) {
     const auto* managed = static_cast<dlpack::ManagedTensorVersioned*>(q);
+    if (managed->version.major != 1) {
+      throw Error(where(caller_, name_) + "speaks DLPack " +
+                  std::to_string(managed->version.major) + ", version 1 is known");
+    }
     if (access == Access::write && (managed->flags & dlpack::kFlagReadOnly))
       throw Error(where(caller_, name_) + "is read-only");
-    set_from_dlpack(managed->tensor);
+    set_from_dlpack(managed->tensor, access);
   } else {
     throw Error(where(caller_, name_) + "gave no DLPack tensor");
   }
   owner_ = std::move(capsule);  // still named "dltensor": its destructor frees the tensor
 }
 
-void Array::set_from_dlpack(const dlpack::Tensor& t) {
+void Array::set_from_dlpack(const dlpack::Tensor& t, Access access) {
   if (t.device.type != dlpack::kCpu) {
     throw Error(where(caller_, name_) + "must be in CPU memory, got DLPack device type " +
                 std::to_string(t.device.type));
@@ -235,14 +264,28 @@ void Array::set_from_dlpack(const dlpack::Tensor& t) {
     throw Error(where(caller_, name_) + "has an unknown element type, got DLPack code " +
                 std::to_string(t.dtype.code) + " of " + std::to_string(t.dtype.bits) + " bits");
   }
-  if (t.ndim > Tensor::kMaxRank) {
+  if (t.ndim < 0 || t.ndim > Tensor::kMaxRank) {
     throw Error(where(caller_, name_) + "has " + std::to_string(t.ndim) +
                 " axes, at most 4 are known");
   }
   const auto rank = static_cast<size_t>(t.ndim);
+  if (rank > 0 && !t.shape) throw Error(where(caller_, name_) + "has no shape");
+  int64_t bytes = size_bytes(dtype);
+  for (size_t a = 0; a < rank; ++a) {
+    if (t.shape[a] < 0 || __builtin_mul_overflow(bytes, std::max<int64_t>(t.shape[a], 1), &bytes)) {
+      throw Error(where(caller_, name_) + "has an extent that no memory has, got " +
+                  std::to_string(t.shape[a]));
+    }
+  }
   const std::span<const int64_t> strides(t.strides, t.strides ? rank : 0);
-  view_ = ConstTensor(static_cast<const char*>(t.data) + t.byte_offset, dtype, {t.shape, rank},
-                      strides);
+  const char* data = static_cast<const char*>(t.data);
+  view_ = ConstTensor(data ? data + t.byte_offset : data, dtype, {t.shape, rank}, strides);
+  if (view_.num_elements() == 0) return;
+  if (!data) throw Error(where(caller_, name_) + "has no data");
+  if (reinterpret_cast<uintptr_t>(view_.data) % static_cast<uintptr_t>(size_bytes(dtype)) != 0) {
+    if (access == Access::write) throw Error(where(caller_, name_) + "is not aligned");
+    copy_elements();
+  }
 }
 
 void Array::raise_rank(int rank) {
@@ -258,6 +301,10 @@ void Array::raise_rank(int rank) {
 void Array::make_rows_contiguous() {
   const int last = view_.rank - 1;
   if (last < 0 || view_.shape[last] <= 1 || view_.stride[last] == 1) return;
+  copy_elements();
+}
+
+void Array::copy_elements() {
   int64_t stride_bytes[Tensor::kMaxRank];
   for (int a = 0; a < view_.rank; ++a) stride_bytes[a] = view_.stride[a] * size_bytes(view_.dtype);
   copy_rows(stride_bytes);

@@ -55,7 +55,8 @@ struct ArrayKind {
 /// A Python array as a view that stays valid while this object lives. Needs the GIL at both ends.
 class Array {
  public:
-  enum class Access : uint8_t { read, write };
+  /// read refuses tensors that require a gradient; read_detached is for callers who know that none is wanted.
+  enum class Access : uint8_t { read, read_detached, write };
 
   Array() = default;
   Array(const Array&) = delete;
@@ -80,10 +81,12 @@ class Array {
   const ArrayKind& kind() const { return kind_; }
 
  private:
+  void open_borrowed(PyObject* object, Access access);
+  void resolve_sign(PyObject* object, Access access);
   void open_buffer(PyObject* object, Access access);
-  bool open_exchange(PyObject* object);
   void open_capsule(PyObject* object, Access access);
-  void set_from_dlpack(const dlpack::Tensor& t);
+  void set_from_dlpack(const dlpack::Tensor& t, Access access);
+  void copy_elements();
   void copy_rows(const int64_t* stride_bytes);
 
   ConstTensor view_{};

@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: call. qkv._core.Layer: an AttentionLayer and its call; qkv/_layers.py holds the parameters.
+// Tier: call. qkv._core.Layer: an AttentionLayer and its call; qkv/_layers.py holds the parameters. And
+// the layer of a torch module, on the parameters that torch holds.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -12,6 +12,7 @@
 
 #include "bindings_args.h"
 #include "bindings_attention.h"
+#include "bindings_function.h"
 #include "bindings_mask.h"
 #include "qkv/layer.h"
 #include "qkv/weights.h"
@@ -35,18 +36,20 @@ constexpr Parameter kParameters[] = {
     {"fc_v.weight", &LayerWeights::fc_v_weight}, {"fc_v.bias", &LayerWeights::fc_v_bias},
     {"fc_o.weight", &LayerWeights::fc_o_weight}, {"fc_o.bias", &LayerWeights::fc_o_bias}};
 
-// A layer and, if asked for, the values that it packed.
-struct PyLayer {
-  AttentionLayer layer;
-  std::vector<std::vector<float>> values{};  // in the order of kParameters; empty: absent
-};
-
-PyLayer* make_layer(const nb::tuple& sizes, const nb::dict& state, bool keep_values) {
-  LayerWeights w;
-  LayerConfig& c = w.config;
+// (num_heads, num_kv_heads, dim_q, dim_k, dim_v, head_dim_qk, head_dim_v, dim_out)
+LayerConfig config_of(PyObject* sizes) {
+  LayerConfig c;
   int64_t* const fields[] = {&c.num_heads, &c.num_kv_heads, &c.dim_q,      &c.dim_k,
                              &c.dim_v,     &c.head_dim_qk,  &c.head_dim_v, &c.dim_out};
-  for (size_t i = 0; i < std::size(fields); ++i) *fields[i] = nb::cast<int64_t>(sizes[i]);
+  for (size_t i = 0; i < std::size(fields); ++i)
+    *fields[i] = to_int(PyTuple_GET_ITEM(sizes, static_cast<Py_ssize_t>(i)), 0);
+  return c;
+}
+
+AttentionLayer* make_layer(const nb::tuple& sizes, const nb::dict& state) {
+  LayerWeights w;
+  w.config = config_of(sizes.ptr());
+  LayerConfig& c = w.config;
   for (const Parameter& p : kParameters) {
     if (!state.contains(p.name)) continue;
     Array array;
@@ -60,27 +63,7 @@ PyLayer* make_layer(const nb::tuple& sizes, const nb::dict& state, bool keep_val
   c.bias_q = !w.fc_q_bias.empty(), c.bias_k = !w.fc_k_bias.empty();
   c.bias_v = !w.fc_v_bias.empty(), c.bias_o = !w.fc_o_bias.empty();
   nb::gil_scoped_release released;
-  auto* made = new PyLayer{AttentionLayer(w)};
-  if (keep_values)
-    for (const Parameter& p : kParameters) made->values.push_back(std::move(w.*(p.member)));
-  return made;
-}
-
-// True if these arrays (None = absent) still hold the packed values, bit for bit: torch counts no
-// version for writes through .data.
-bool holds(const PyLayer& layer, const nb::tuple& parameters) {
-  for (size_t i = 0; i < std::size(kParameters); ++i) {
-    const std::vector<float>& values = layer.values[i];
-    Array array;
-    array.open(nb::handle(parameters[i]).ptr(), kCaller, kParameters[i].name);
-    const ConstTensor& t = array.view();
-    if (static_cast<size_t>(t ? t.num_elements() : 0) != values.size()) return false;
-    if (values.empty()) continue;
-    if (t.dtype != DType::f32 || !t.is_contiguous() ||
-        std::memcmp(t.data, values.data(), values.size() * sizeof(float)) != 0)
-      return false;
-  }
-  return true;
+  return new AttentionLayer(w);
 }
 
 // (num_heads, num_kv_heads, {lesson's name: array}) of a file.
@@ -116,26 +99,25 @@ nb::tuple load_layer_state(const std::string& path, const std::string& preset, i
   return nb::make_tuple(c.num_heads, c.num_kv_heads, state);
 }
 
-nb::object forward(const PyLayer& self, nb::handle q_object, nb::handle k_object,
-                   nb::handle v_object, nb::handle mask, bool need_weights,
-                   nb::handle num_threads) {
-  const AttentionLayer& layer = self.layer;
+// layer(q, k, v, mask, need_weights, num_threads); mask and num_threads: nullptr if not given.
+PyObject* forward(const AttentionLayer& layer, PyObject* const (&inputs)[3], PyObject* mask,
+                  bool need_weights, PyObject* num_threads, Array::Access access) {
   Array q, k, v, bias;
-  q.open(q_object.ptr(), kCaller, "q");
-  k.open(k_object.ptr(), kCaller, "k");
-  v.open(v_object.ptr(), kCaller, "v");
+  q.open(inputs[0], kCaller, "q", access);
+  k.open(inputs[1], kCaller, "k", access);
+  v.open(inputs[2], kCaller, "v", access);
   for (Array* array : {&q, &k, &v}) array->make_rows_contiguous();
   // An additive mask (the lesson's) is a bias; a boolean array or a qkv.Mask is a mask.
   OptionArguments::Values values{};
-  if (!mask.is_none()) {
+  if (mask) {
     PyObject** slot = &values.mask;
-    if (!as_mask(mask.ptr())) {
-      bias.open(mask.ptr(), kCaller, "mask");
+    if (!as_mask(mask)) {
+      bias.open(mask, kCaller, "mask");
       if (info(bias.view().dtype).is_float) slot = &values.bias;
     }
-    *slot = mask.ptr();
+    *slot = mask;
   }
-  if (!num_threads.is_none()) values.num_threads = num_threads.ptr();
+  values.num_threads = num_threads;
   OptionArguments arguments(values, kCaller);
   LayerOptions options;
   options.mask = arguments.options.mask, options.bias = arguments.options.bias;
@@ -160,20 +142,90 @@ nb::object forward(const PyLayer& self, nb::handle q_object, nb::handle k_object
                           static_cast<double>(c.head_dim_qk + c.head_dim_v);
   run_released(flop, &options.executor, [&] { layer.forward(tq, tk, v.view(), outputs, options); });
   output = finish_array(q.kind(), std::move(output));
-  if (!need_weights) return nb::steal(output.release());
+  if (!need_weights) return output.release();
   weights = finish_array(q.kind(), std::move(weights));
-  return nb::make_tuple(nb::steal(weights.release()), nb::steal(output.release()));
+  Ref tuple = Ref::checked(PyTuple_New(2));
+  PyTuple_SET_ITEM(tuple.get(), 0, weights.release());
+  PyTuple_SET_ITEM(tuple.get(), 1, output.release());
+  return tuple.release();
 }
+
+PyObject* or_null(PyObject* object) { return object == Py_None ? nullptr : object; }
+
+nb::object call_layer(const AttentionLayer& layer, nb::handle q, nb::handle k, nb::handle v,
+                      nb::handle mask, bool need_weights, nb::handle num_threads) {
+  return nb::steal(forward(layer, {q.ptr(), k.ptr(), v.ptr()}, or_null(mask.ptr()), need_weights,
+                           or_null(num_threads.ptr()), Array::Access::read));
+}
+
+// One parameter of a torch module, read in place. False: not a plain float32 tensor in C order.
+bool open_parameter(PyObject* parameters, PyObject* key, PyTypeObject* tensor,
+                    PyTypeObject* parameter, const char* name, Array* array) {
+  PyObject* value = PyDict_GetItemWithError(parameters, key);
+  if (!value && PyErr_Occurred()) throw PythonError();
+  if (!value || value == Py_None) return true;
+  if (Py_TYPE(value) != tensor && Py_TYPE(value) != parameter) return false;
+  array->keep(value);  // another thread may take it out of the dict
+  array->open(value, kCaller, name, Array::Access::read_detached);
+  return array->view().dtype == DType::f32 && array->view().is_contiguous();
+}
+
+// layer_on_parameters(sizes, parameters, types, q, k, v, mask, need_weights): the layer whose parameters
+// are in four dicts {"weight", "bias"} of fc_q, fc_k, fc_v and fc_o, used where they are; types: the plain
+// tensor and parameter classes. None if a parameter is something else or another element type.
+// Gradients are the caller's concern. A plain C function: nothing else of a small call costs as much
+// as a general binding layer.
+PyObject* layer_on_parameters(PyObject* const* args, Py_ssize_t num_args, PyObject*) {
+  if (num_args != 8 || !PyTuple_Check(args[0]) || PyTuple_GET_SIZE(args[0]) != 8 ||
+      !PyTuple_Check(args[1]) || PyTuple_GET_SIZE(args[1]) != 4 || !PyTuple_Check(args[2]) ||
+      PyTuple_GET_SIZE(args[2]) != 2) {
+    PyErr_SetString(PyExc_TypeError, "layer_on_parameters: unknown arguments");
+    throw PythonError();
+  }
+  static PyObject* const weight_key = PyUnicode_InternFromString("weight");
+  static PyObject* const bias_key = PyUnicode_InternFromString("bias");
+  LayerParameters p;
+  p.config = config_of(args[0]);
+  struct Part {
+    const char *weight_name, *bias_name;
+    ConstTensor *weight, *bias;
+    bool* has_bias;
+  } const parts[] = {{"fc_q.weight", "fc_q.bias", &p.fc_q_weight, &p.fc_q_bias, &p.config.bias_q},
+                     {"fc_k.weight", "fc_k.bias", &p.fc_k_weight, &p.fc_k_bias, &p.config.bias_k},
+                     {"fc_v.weight", "fc_v.bias", &p.fc_v_weight, &p.fc_v_bias, &p.config.bias_v},
+                     {"fc_o.weight", "fc_o.bias", &p.fc_o_weight, &p.fc_o_bias, &p.config.bias_o}};
+  auto* const tensor = reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(args[2], 0));
+  auto* const parameter = reinterpret_cast<PyTypeObject*>(PyTuple_GET_ITEM(args[2], 1));
+  Array arrays[8];
+  for (size_t i = 0; i < 4; ++i) {
+    PyObject* dict = PyTuple_GET_ITEM(args[1], static_cast<Py_ssize_t>(i));
+    if (!PyDict_Check(dict)) Py_RETURN_NONE;
+    const Part& part = parts[i];
+    Array &weight = arrays[2 * i], &bias = arrays[2 * i + 1];
+    if (!open_parameter(dict, weight_key, tensor, parameter, part.weight_name, &weight) ||
+        !weight || !open_parameter(dict, bias_key, tensor, parameter, part.bias_name, &bias))
+      Py_RETURN_NONE;
+    *part.weight = weight.view(), *part.bias = bias.view();
+    *part.has_bias = static_cast<bool>(bias);
+  }
+  return forward(AttentionLayer(p), {args[3], args[4], args[5]}, or_null(args[6]),
+                 args[7] == Py_True, nullptr, Array::Access::read_detached);
+}
+
+PyMethodDef g_methods[] = {
+    method<layer_on_parameters>("layer_on_parameters",
+                                "A layer on the parameters of a torch module."),
+    {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
 void bind_layer(nb::module_& module) {
   module.def("load_layer", &load_layer_state, "path"_a, "preset"_a, "num_heads"_a, "num_kv_heads"_a,
              "prefix"_a);
-  nb::class_<PyLayer>(module, "Layer")
-      .def(nb::new_(&make_layer), "sizes"_a, "state"_a, "keep_values"_a = false)
-      .def("holds", &holds, "parameters"_a)
-      .def("__call__", &forward, "q"_a.none(), "k"_a.none(), "v"_a.none(), "mask"_a.none(),
+  if (PyModule_AddFunctions(module.ptr(), g_methods) != 0) throw PythonError();
+  nb::class_<AttentionLayer>(module, "Layer")
+      .def(nb::new_(&make_layer), "sizes"_a, "state"_a)
+      .def("__call__", &call_layer, "q"_a.none(), "k"_a.none(), "v"_a.none(), "mask"_a.none(),
            "need_weights"_a, "num_threads"_a.none());
 }
 

@@ -12,6 +12,7 @@ struct Names {
   PyObject* dlpack_c_exchange_api;
   PyObject* dlpack;
   PyObject* requires_grad;
+  PyObject* is_neg;
   PyObject* numpy_empty;                   // numpy.empty
   PyObject* numpy_dtypes[kDTypes.size()];  // by DType; nullptr where NumPy has none
 };

@@ -69,7 +69,11 @@ class InterruptibleExecutor : public Executor {
   std::atomic<bool> is_interrupted_{false};
 };
 
+int64_t g_repeats = 1;
+
 }  // namespace
+
+void set_repeats(int64_t n) { g_repeats = n; }
 
 int64_t to_int(PyObject* value, int64_t fallback) {
   if (!value) return fallback;
@@ -125,7 +129,7 @@ void run_released(double flop, Executor** executor, void (*work)(void*), void* c
   if (listens && executor) *executor = &listening;
   std::exception_ptr failure;
   try {
-    work(context);
+    for (int64_t i = g_repeats; i > 0; --i) work(context);
   } catch (...) {
     failure = std::current_exception();
   }

@@ -49,6 +49,7 @@ void init_names() {
   g_names.dlpack_c_exchange_api = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
   g_names.dlpack = PyUnicode_InternFromString("__dlpack__");
   g_names.requires_grad = PyUnicode_InternFromString("requires_grad");
+  g_names.is_neg = PyUnicode_InternFromString("is_neg");
   const Ref numpy = Ref::checked(PyImport_ImportModule("numpy"));
   g_names.numpy_empty = Ref::checked(PyObject_GetAttrString(numpy.get(), "empty")).release();
   for (const DTypeInfo& row : kDTypes) {

@@ -142,6 +142,27 @@ AttentionLayer::Impl::Impl(const LayerWeights& w)
       o(w.fc_o_weight, w.fc_o_bias, config.dim_out, config.num_heads * config.head_dim_v),
       serial(next_serial()) {}
 
+namespace {
+Projection in_place(const ConstTensor& weight, const ConstTensor& bias) {
+  return Projection::in_place(static_cast<const float*>(weight.data),
+                              static_cast<const float*>(bias.data), weight.shape[0],
+                              weight.shape[1]);
+}
+}  // namespace
+
+AttentionLayer::Impl::Impl(const LayerParameters& p)
+    : config(p.config),
+      q(in_place(p.fc_q_weight, p.fc_q_bias)),
+      k(in_place(p.fc_k_weight, p.fc_k_bias)),
+      v(in_place(p.fc_v_weight, p.fc_v_bias)),
+      o(in_place(p.fc_o_weight, p.fc_o_bias)),
+      serial(next_serial()) {}
+
+void AttentionLayer::Impl::refuse_in_place(const Check& check) const {
+  if (q.is_in_place())
+    check.refuse("a layer over LayerParameters cannot be trained; make one of LayerWeights");
+}
+
 void AttentionLayer::Impl::set(const LayerWeights& w) {
   config = w.config;
   q.set(w.fc_q_weight, w.fc_q_bias), k.set(w.fc_k_weight, w.fc_k_bias);
@@ -214,14 +235,17 @@ void AttentionLayer::Impl::run_forward(const Check& check, const Forward& f, con
 }
 
 namespace {
-const LayerWeights& checked(const LayerWeights& weights) {
-  weights.check("AttentionLayer");
-  return weights;
+template <class Parameters>
+const Parameters& checked(const Parameters& parameters) {
+  parameters.check("AttentionLayer");
+  return parameters;
 }
 }  // namespace
 
 AttentionLayer::AttentionLayer(const LayerWeights& weights)
     : impl_(std::make_unique<Impl>(checked(weights))) {}
+AttentionLayer::AttentionLayer(const LayerParameters& parameters)
+    : impl_(std::make_unique<Impl>(checked(parameters))) {}
 AttentionLayer::~AttentionLayer() = default;
 AttentionLayer::AttentionLayer(AttentionLayer&&) noexcept = default;
 AttentionLayer& AttentionLayer::operator=(AttentionLayer&&) noexcept = default;

@@ -153,6 +153,7 @@ const AttentionLayer::Impl::Transposed& AttentionLayer::Impl::transposed() const
 }
 
 void AttentionLayer::set_weights(const LayerWeights& weights) {
+  impl_->refuse_in_place(Check("AttentionLayer::set_weights"));
   weights.check("AttentionLayer::set_weights");
   check_same(impl_->config, weights.config);
   impl_->set(weights);
@@ -162,6 +163,7 @@ void AttentionLayer::forward_training(ConstTensor q, ConstTensor k, ConstTensor 
                                       const LayerOutputs& outputs, State& state,
                                       const LayerOptions& options) const {
   const Check check("AttentionLayer::forward_training");
+  impl_->refuse_in_place(check);
   const LayerConfig& c = impl_->config;
   Impl::Forward f = impl_->check_forward(check, q, k, v, outputs);
   const LayerSizes& n = f.sizes;

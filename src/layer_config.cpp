@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: call. The sizes of a layer: factories, counts, and the checks of LayerConfig and
-// LayerWeights.
+// Tier: call. The sizes of a layer: factories, counts, and the checks of LayerConfig, LayerWeights and
+// LayerParameters.
+#include <algorithm>
+#include <array>
 #include <cmath>
+#include <span>
 #include <string>
 
 #include "qkv/layer.h"
@@ -121,37 +124,89 @@ void LayerConfig::check(const char* caller) const {
   count_parameters(*this, caller);
 }
 
+namespace {
+
+// The four projections of a layer: name, rows, columns, whether there is a bias.
+struct Part {
+  const char* name;
+  int64_t rows, columns;
+  bool has_bias;
+};
+
+std::array<Part, 4> parts_of(const LayerConfig& c) {
+  return {{{"fc_q", c.num_heads * c.head_dim_qk, c.dim_q, c.bias_q},
+           {"fc_k", c.num_kv_heads * c.head_dim_qk, c.dim_k, c.bias_k},
+           {"fc_v", c.num_kv_heads * c.head_dim_v, c.dim_v, c.bias_v},
+           {"fc_o", c.dim_out, c.num_heads * c.head_dim_v, c.bias_o}}};
+}
+
+}  // namespace
+
 void LayerWeights::check(const char* caller) const {
   config.check(caller);
-  const int64_t rows_q = config.num_heads * config.head_dim_qk;
-  const int64_t rows_k = config.num_kv_heads * config.head_dim_qk;
-  const int64_t rows_v = config.num_kv_heads * config.head_dim_v;
-  const int64_t columns_o = config.num_heads * config.head_dim_v;
-  const struct {
-    const char* name;
-    const std::vector<float>& weight;
-    const std::vector<float>& bias;
-    int64_t rows;
-    int64_t columns;
-    bool has_bias;
-  } parts[] = {
-      {"fc_q", fc_q_weight, fc_q_bias, rows_q, config.dim_q, config.bias_q},
-      {"fc_k", fc_k_weight, fc_k_bias, rows_k, config.dim_k, config.bias_k},
-      {"fc_v", fc_v_weight, fc_v_bias, rows_v, config.dim_v, config.bias_v},
-      {"fc_o", fc_o_weight, fc_o_bias, config.dim_out, columns_o, config.bias_o},
-  };
-  for (const auto& part : parts) {
+  const std::vector<float>* const weights[] = {&fc_q_weight, &fc_k_weight, &fc_v_weight,
+                                               &fc_o_weight};
+  const std::vector<float>* const biases[] = {&fc_q_bias, &fc_k_bias, &fc_v_bias, &fc_o_bias};
+  const std::array<Part, 4> parts = parts_of(config);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const Part& part = parts[i];
     const int64_t shape[] = {part.rows, part.columns};
-    if (static_cast<int64_t>(part.weight.size()) != part.rows * part.columns) {
+    if (static_cast<int64_t>(weights[i]->size()) != part.rows * part.columns) {
       fail(caller, std::string(part.name) + "_weight must hold " + shape_text(shape) +
-                       " numbers, got " + std::to_string(part.weight.size()));
+                       " numbers, got " + std::to_string(weights[i]->size()));
     }
     const int64_t bias_size = part.has_bias ? part.rows : 0;
-    if (static_cast<int64_t>(part.bias.size()) != bias_size) {
+    if (static_cast<int64_t>(biases[i]->size()) != bias_size) {
       fail(caller,
            std::string(part.name) + "_bias must hold " + std::to_string(bias_size) + " numbers (" +
                (part.has_bias ? "one per row of " : "config says that it is absent; ") + part.name +
-               "_weight " + shape_text(shape) + "), got " + std::to_string(part.bias.size()));
+               "_weight " + shape_text(shape) + "), got " + std::to_string(biases[i]->size()));
+    }
+  }
+}
+
+LayerParameters LayerParameters::of(const LayerWeights& w) {
+  w.check("LayerParameters::of");
+  const std::array<Part, 4> parts = parts_of(w.config);
+  const auto weight = [](const std::vector<float>& x, const Part& p) {
+    return ConstTensor(x.data(), {p.rows, p.columns});
+  };
+  const auto bias = [](const std::vector<float>& x, const Part& p) {
+    return p.has_bias ? ConstTensor(x.data(), {p.rows}) : ConstTensor();
+  };
+  return {w.config,
+          weight(w.fc_q_weight, parts[0]),
+          bias(w.fc_q_bias, parts[0]),
+          weight(w.fc_k_weight, parts[1]),
+          bias(w.fc_k_bias, parts[1]),
+          weight(w.fc_v_weight, parts[2]),
+          bias(w.fc_v_bias, parts[2]),
+          weight(w.fc_o_weight, parts[3]),
+          bias(w.fc_o_bias, parts[3])};
+}
+
+void LayerParameters::check(const char* caller) const {
+  config.check(caller);
+  const ConstTensor* const weights[] = {&fc_q_weight, &fc_k_weight, &fc_v_weight, &fc_o_weight};
+  const ConstTensor* const biases[] = {&fc_q_bias, &fc_k_bias, &fc_v_bias, &fc_o_bias};
+  const auto require = [&](const Part& part, const char* what, const ConstTensor& t,
+                           std::span<const int64_t> shape) {
+    const bool fits = t && t.dtype == DType::f32 && t.data && t.is_contiguous() &&
+                      std::equal(shape.begin(), shape.end(), t.shape, t.shape + t.rank);
+    if (fits) return;
+    fail(caller, std::string(part.name) + what + " must be f32 " + shape_text(shape) +
+                     " in C order, got " +
+                     (t ? std::string(name(t.dtype)) + " " + shape_text(t) : "none"));
+  };
+  const std::array<Part, 4> parts = parts_of(config);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const int64_t shape[] = {parts[i].rows, parts[i].columns};
+    require(parts[i], "_weight", *weights[i], shape);
+    if (parts[i].has_bias) {
+      require(parts[i], "_bias", *biases[i], {shape, 1});
+    } else if (*biases[i]) {
+      fail(caller, std::string(parts[i].name) + "_bias is given " + shape_text(*biases[i]) +
+                       ", but config says that it is absent");
     }
   }
 }

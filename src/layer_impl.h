@@ -46,6 +46,8 @@ struct AttentionLayer::Impl {
   uint64_t serial;  // of these parameters: no other layer and no earlier parameters have it
 
   explicit Impl(const LayerWeights& weights);
+  explicit Impl(const LayerParameters& parameters);
+  void refuse_in_place(const Check& check) const;
   void set(const LayerWeights& weights);
 
   struct Transposed {

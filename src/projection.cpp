@@ -12,6 +12,7 @@
 #include <new>
 
 #include "call.h"
+#include "task.h"
 
 namespace qkv {
 namespace {
@@ -50,12 +51,13 @@ kernels::LinearTask whole(const ProjectionJob& job, int64_t group) {
   kernels::LinearTask t;
   t.x = job.x + group * job.x_group_stride;
   t.x_stride = job.x_row_stride;
-  t.packed = p.packed();
+  t.w = p.weights();
   t.bias = p.bias();
   t.y = job.y + group * job.y_group_stride;
   t.y_stride = job.y_row_stride;
   t.y_column = 0, t.y_block = job.y_head, t.y_block_stride = job.y_head_stride;
   t.m = job.rows, t.k = p.k(), t.n = p.n(), t.adds = job.adds;
+  t.panel = nullptr;
   return t;
 }
 
@@ -76,7 +78,7 @@ struct Run {
     const int64_t row = row_block * kTaskRows;
     t.x += row * t.x_stride, t.y += row * t.y_stride, t.y_column = column;
     t.m = std::min(kTaskRows, t.m - row);
-    t.packed += column * t.k;
+    t.w += column * t.k;
     if (t.bias != nullptr) t.bias += column;
     t.n = std::min(d.block_columns, t.n - column);
     job.projection->run(t);
@@ -101,17 +103,36 @@ Projection::Projection(const Kernels& kernels, int64_t n, int64_t k)
 #endif
 }
 
+Projection::Projection(const float* weight, const float* bias, int64_t n, int64_t k)
+    : kernels_(active_kernels()),
+      n_(n),
+      k_(k),
+      is_in_place_(true),
+      weight_in_place_(weight),
+      bias_in_place_(bias) {}
+
+Projection::Kernels Projection::active_kernels() {
+  const kernels::KernelTable& t = kernels::active();
+  return {t.linear_columns, t.linear_block,  t.linear_panel_floats, t.linear,
+          t.pack,           t.packed_floats, t.pack_transposed};
+}
+
 Projection::Projection(std::span<const float> weight, std::span<const float> bias, int64_t n,
                        int64_t k)
-    : Projection(
-          [] {
-            const kernels::KernelTable& t = kernels::active();
-            return Kernels{t.linear_columns, t.linear_block,  t.linear,
-                           t.pack,           t.packed_floats, t.pack_transposed};
-          }(),
-          n, k) {
+    : Projection(active_kernels(), n, k) {
   bias_.assign(bias.begin(), bias.end());
   set(weight, bias);
+}
+
+Projection Projection::in_place(const float* weight, const float* bias, int64_t n, int64_t k) {
+  return {weight, bias, n, k};
+}
+
+void Projection::run(kernels::LinearTask task) const {
+  if (is_in_place_) {
+    task.panel = static_cast<float*>(task_memory().kernel.reserve(kernels_.panel_floats * 4));
+  }
+  kernels_.linear(task);
 }
 
 void Projection::set(std::span<const float> weight, std::span<const float> bias) {

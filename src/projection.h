@@ -19,6 +19,9 @@ class Projection {
  public:
   /// weight is row-major [n, k] (torch.nn.Linear); bias has n elements or none.
   Projection(std::span<const float> weight, std::span<const float> bias, int64_t n, int64_t k);
+  /// Reads weight [n, k] and bias (nullptr: none) where they are, in every run: nothing is packed
+  /// ahead, allocated or kept. The same bits. Cannot be transposed or set.
+  static Projection in_place(const float* weight, const float* bias, int64_t n, int64_t k);
 
   /// Other weights of the same size; bias has as many elements as before. Allocates nothing.
   void set(std::span<const float> weight, std::span<const float> bias);
@@ -34,9 +37,12 @@ class Projection {
   int64_t columns() const { return kernels_.columns; }
   /// Columns of y may lie apart in blocks of a multiple of this.
   int64_t block() const { return kernels_.block; }
-  void run(const kernels::LinearTask& task) const { kernels_.linear(task); }
-  const float* packed() const { return packed_.get(); }
-  const float* bias() const { return bias_.empty() ? nullptr : bias_.data(); }
+  void run(kernels::LinearTask task) const;
+  const float* weights() const { return is_in_place_ ? weight_in_place_ : packed_.get(); }
+  const float* bias() const {
+    return is_in_place_ ? bias_in_place_ : bias_.empty() ? nullptr : bias_.data();
+  }
+  bool is_in_place() const { return is_in_place_; }
 
  private:
   struct Free {
@@ -45,18 +51,22 @@ class Projection {
   };
   // The functions of the instruction set that the layout is for.
   struct Kernels {
-    int64_t columns, block;
+    int64_t columns, block, panel_floats;
     void (*linear)(const kernels::LinearTask&);
     void (*pack)(const float*, int64_t, int64_t, float*);
     int64_t (*packed_floats)(int64_t, int64_t);
     void (*pack_transposed)(const float*, int64_t, int64_t, float*);
   };
   Projection(const Kernels& kernels, int64_t n, int64_t k);
+  Projection(const float* weight, const float* bias, int64_t n, int64_t k);
+  static Kernels active_kernels();
 
   Kernels kernels_;
   int64_t n_, k_;
   std::vector<float> bias_;
   std::unique_ptr<float[], Free> packed_;
+  bool is_in_place_ = false;
+  const float *weight_in_place_ = nullptr, *bias_in_place_ = nullptr;
 };
 
 /// y[g, i, :] = x[g, i, :] w^T + bias for `groups` groups of `rows` rows. Strides in elements. The

@@ -14,6 +14,7 @@ namespace {
 using qkv::DType;
 using qkv::Error;
 using qkv::LayerConfig;
+using qkv::LayerParameters;
 using qkv::LayerWeights;
 
 std::string error_of(const std::function<void()>& call) {
@@ -115,6 +116,35 @@ TEST(LayerWeights, Check_ComparesEveryArrayWithTheConfig) {
   w.fc_k_weight.clear();
   EXPECT_EQ(error_of([&] { w.check("caller"); }),
             "caller: fc_k_weight must hold [6, 5] numbers, got 0");
+}
+
+TEST(LayerParameters, Check_ComparesEveryTensorWithTheConfig) {
+  LayerWeights w;
+  w.config = LayerConfig::gqa(4, 2, 5, 6, 3, 2, 7);
+  w.fc_q_weight.resize(60), w.fc_q_bias.resize(12);
+  w.fc_k_weight.resize(30), w.fc_k_bias.resize(6);
+  w.fc_v_weight.resize(24), w.fc_v_bias.resize(4);
+  w.fc_o_weight.resize(56), w.fc_o_bias.resize(7);
+  const LayerParameters right = LayerParameters::of(w);
+  right.check("caller");
+  const auto error = [&](auto change) {
+    LayerParameters p = right;
+    change(p);
+    return error_of([&] { p.check("caller"); });
+  };
+  EXPECT_EQ(error([](auto& p) { p.fc_k_weight = {}; }),
+            "caller: fc_k_weight must be f32 [6, 5] in C order, got none");
+  EXPECT_EQ(error([](auto& p) { p.fc_k_weight.dtype = qkv::DType::bf16; }),
+            "caller: fc_k_weight must be f32 [6, 5] in C order, got bf16 [6, 5]");
+  EXPECT_EQ(error([](auto& p) { p.fc_o_weight.shape[1] = 9; }),
+            "caller: fc_o_weight must be f32 [7, 8] in C order, got f32 [7, 9]");
+  EXPECT_NE(error([](auto& p) { p.fc_q_weight.stride[0] = 6; }), "");
+  EXPECT_NE(error([](auto& p) { p.fc_v_weight.data = nullptr; }), "");
+  EXPECT_NE(error([](auto& p) { p.fc_v_bias = {}; }), "");
+  EXPECT_EQ(error([](auto& p) { p.config.bias_v = false; }),
+            "caller: fc_v_bias is given [4], but config says that it is absent");
+  w.fc_v_bias.clear();
+  EXPECT_THROW(LayerParameters::of(w), Error);
 }
 
 }  // namespace

@@ -312,6 +312,44 @@ TEST(Layer, CallInsideACall_DoesNotDisturbIt) {
   EXPECT_EQ(got.weights.bits(), want.weights.bits());
 }
 
+TEST(Layer, OnParametersOfTheCaller_SameBitsAndSeesEveryWrite) {
+  for (LayerConfig c : {lesson_mha(), lesson_mqa(), odd_gqa()}) {
+    c.bias_k = c.num_heads != 6;
+    LayerProblem p(c, 10, 5, 7);
+    p.options.mask = Mask::causal_bottom_right();
+    const AttentionLayer layer(LayerParameters::of(p.weights));
+    for (int write = 0; write < 2; ++write) {
+      const Results want = forward(AttentionLayer(p.weights), p, p.options);
+      const Results got = forward(layer, p, p.options);
+      EXPECT_EQ(got.output.bits(), want.output.bits());
+      EXPECT_EQ(got.weights.bits(), want.weights.bits());
+      p.weights.fc_q_weight[3] += 1, p.weights.fc_o_bias[0] = 2;
+    }
+  }
+}
+
+TEST(Layer, OnParametersOfTheCaller_CannotBeTrained) {
+  LayerProblem p(lesson_mha(), 2, 3, 4);
+  AttentionLayer layer(LayerParameters::of(p.weights));
+  TestTensor output(DType::f32, {2, 3, 8});
+  output.fill(7);
+  AttentionLayer::State state;
+  const std::function<void()> calls[] = {
+      [&] {
+        layer.forward_training(p.q, p.k, p.v, {output.view(), {}}, state);
+      },
+      [&] { layer.set_weights(p.weights); }};
+  for (const auto& call : calls) {
+    try {
+      call();
+      ADD_FAILURE() << "not refused";
+    } catch (const Error& error) {
+      EXPECT_NE(std::string(error.what()).find("cannot be trained"), std::string::npos);
+    }
+  }
+  for (double x : output.values()) EXPECT_EQ(x, 7);
+}
+
 TEST(Layer, MovedLayer_StillWorks) {
   LayerProblem p(odd_gqa(), 2, 3, 4);
   AttentionLayer a = AttentionLayer::from_weights(p.weights);

@@ -259,7 +259,7 @@ TEST(LinearGradient, AddedProduct_EqualsTheProductWithThatBias) {
         active().pack(w.data(), n, k, packed.data());
         Floats want(m * n), got(m * n);
         qkv::kernels::LinearTask t{};
-        t.x = x.data(), t.x_stride = k, t.packed = packed.data(), t.bias = bias.data();
+        t.x = x.data(), t.x_stride = k, t.w = packed.data(), t.bias = bias.data();
         t.y = want.data(), t.y_stride = n, t.m = m, t.k = k, t.n = n;
         active().linear(t);
         for (int64_t i = 0; i < m; ++i) std::copy_n(bias.data(), n, got.data() + i * n);

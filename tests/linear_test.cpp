@@ -60,7 +60,7 @@ struct Problem {
   LinearTask task() const {
     LinearTask t{};
     t.x = x.data(), t.x_stride = x_stride;
-    t.packed = packed.data(), t.bias = has_bias ? bias.data() : nullptr;
+    t.w = packed.data(), t.bias = has_bias ? bias.data() : nullptr;
     t.y = y.data(), t.y_stride = y_stride;
     t.m = m, t.k = k, t.n = n;
     return t;
@@ -168,6 +168,33 @@ TEST(Linear, NoInputsLeaveTheBias) {
   for (int64_t j = 0; j < 5; ++j) EXPECT_EQ(without.at(2, j), 0.0f);
 }
 
+// Weights as they are, ending where their memory ends: the bits of packed ones.
+TEST(Linear, WeightsInPlace_SameBits) {
+  const auto check_bits = [](int64_t m, int64_t k, int64_t n, bool with_bias, bool adds) {
+    const Problem p(m, k, n, with_bias);
+    Floats panel(active().linear_panel_floats, kNan);
+    std::vector<float> want(p.y.span().begin(), p.y.span().end()), got = want;
+    if (adds) {
+      for (size_t i = 0; i < got.size(); ++i) want[i] = got[i] = static_cast<float>(i % 7);
+    }
+    LinearTask task = p.task();
+    task.adds = adds, task.y = want.data();
+    active().linear(task);
+    task.w = p.w.data(), task.panel = panel.data(), task.y = got.data();
+    active().linear(task);
+    ASSERT_TRUE(m == 0 || n == 0 || !got.empty());
+    EXPECT_EQ(std::memcmp(got.data(), want.data(), got.size() * sizeof(float)), 0)
+        << "m " << m << " k " << k << " n " << n << " bias " << with_bias << " adds " << adds;
+  };
+  for (int64_t n : column_counts()) {
+    for (int64_t m : {0, 1, 2, 3, 8, 9, 20, 131}) {
+      for (int64_t k : {0, 1, 7, 8, 15, 16, 17, 67, 530})
+        check_bits(m, k, n, (m + n + k) % 2 == 0, m % 3 == 0);
+    }
+  }
+  check_bits(140, 1100, 331, true, false);
+}
+
 TEST(Linear, RowAlone_SameBitsAsInABatch) {
   for (int64_t k : {64, 700, 1100}) {
     const int64_t n = 3 * active().linear_columns + 5;
@@ -200,7 +227,7 @@ TEST(Linear, ColumnsDivided_SameBits) {
     for (int64_t begin = 0, panels = 1; begin < n; ++panels) {  // 1, 2, 3, ... panels
       const int64_t end = std::min(n, begin + panels * c);
       LinearTask part = parts.task();
-      part.packed += begin * part.k;
+      part.w += begin * part.k;
       part.bias += begin, part.y_column = begin, part.n = end - begin;
       active().linear(part);
       begin = end;
@@ -222,7 +249,7 @@ TEST(Linear, ColumnsInBlocks_SameBits) {
           Floats y(blocks * m * block, kUntouched);
           for (int64_t begin = 0; begin < n; begin += columns) {
             LinearTask part = whole.task();
-            part.packed += begin * k, part.bias += begin, part.n = std::min(columns, n - begin);
+            part.w += begin * k, part.bias += begin, part.n = std::min(columns, n - begin);
             part.y = y.data(), part.y_stride = block, part.y_column = begin;
             part.y_block = block, part.y_block_stride = m * block;
             active().linear(part);

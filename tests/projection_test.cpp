@@ -51,7 +51,7 @@ std::vector<float> row_by_row(const Projection& p, const std::vector<float>& x) 
   for (size_t i = 0; i < x.size() / static_cast<size_t>(p.k()); ++i) {
     qkv::kernels::LinearTask t{};
     t.x = x.data() + i * static_cast<size_t>(p.k()), t.x_stride = p.k();
-    t.packed = p.packed(), t.bias = p.bias();
+    t.w = p.weights(), t.bias = p.bias();
     t.y = y.data() + i * static_cast<size_t>(p.n()), t.y_stride = p.n();
     t.m = 1, t.k = p.k(), t.n = p.n();
     p.run(t);
@@ -119,6 +119,27 @@ TEST(Projection, HeadsApart_SameBitsAsRowByRow) {
         ASSERT_EQ(y[static_cast<size_t>(j / head * rows * head + i * head + j % head)],
                   want[static_cast<size_t>(i * n + j)]);
       }
+    }
+  }
+}
+
+TEST(Projection, InPlace_SameBitsAndSeesEveryWrite) {
+  for (const int64_t rows : {3, 150}) {
+    const int64_t n = 700, k = 80;
+    std::vector<float> weight = normal(static_cast<size_t>(n * k), 1);
+    std::vector<float> bias = normal(static_cast<size_t>(n), 2);
+    const std::vector<float> x = normal(static_cast<size_t>(rows * k), 3);
+    const Projection in_place = Projection::in_place(weight.data(), bias.data(), n, k);
+    for (int write = 0; write < 2; ++write) {
+      const std::vector<float> want = row_by_row(Projection(weight, bias, n, k), x);
+      for (int threads : {1, 1000}) {
+        std::vector<float> y(want.size(), -1);
+        Backwards executor;
+        const ProjectionJob job{&in_place, 1, rows, x.data(), 0, k, y.data(), 0, n};
+        qkv::project({&job, 1}, threads, &executor);
+        EXPECT_EQ(y, want) << rows << " rows, " << threads << " threads, write " << write;
+      }
+      weight[5] += 1, bias[699] = 3;
     }
   }
 }

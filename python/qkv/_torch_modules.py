@@ -3,8 +3,28 @@
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as _module
 
 from . import _core
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+_Tensor, _Linear, _float32 = torch.Tensor, nn.Linear, torch.float32
+_is_grad_enabled = torch.is_grad_enabled
+_global_forward_hooks, _global_forward_pre_hooks = _module._global_forward_hooks, _module._global_forward_pre_hooks
+
+
+def _is_watched():
+    """Something must see each torch operation: graphs, transforms, modes, tracing, autocast, forward AD."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._get_tracing_state()
+        or forward_ad._current_level >= 0
+        or torch.is_autocast_enabled("cpu")
+    )
 
 
 class GQA(nn.Module):
@@ -51,51 +71,39 @@ class GQA(nn.Module):
         )
 
     def forward(self, q, k, v, mask=None, need_weights=True):
-        if not torch.is_grad_enabled() and type(q) is torch.Tensor and q.dtype == torch.float32 and q.is_cpu:
-            layer = self._packed(q, k)
-            if layer is not None:
-                return layer(q, k, v, mask, need_weights, None)
+        if (
+            not _is_grad_enabled()
+            and type(q) is type(k) is type(v) is _Tensor
+            and (mask is None or type(mask) is _Tensor)
+            and q.dtype is _float32
+            and q.is_cpu
+            and not _is_watched()
+            and not (self.training and self.dropout)
+        ):
+            result = self._in_place(q, k, v, mask, need_weights)
+            if result is not None:
+                return result
         return self._attend(q, k, v, mask, need_weights, None)
 
-    def __getstate__(self):
-        return {name: x for name, x in super().__getstate__().items() if name != "_layer"}
-
-    def _packed(self, q, k):
-        """The parameters packed for the kernels, or None where torch's products serve better: in graphs and
-        transforms, under autocast, in another dtype, or where one look at the weights costs more than the work.
+    def _in_place(self, q, k, v, mask, need_weights):
+        """The whole call on the parameters where they are, or None where a product is more than x w^T + b
+        in float32. Nothing is kept between calls: whoever writes to a parameter, and however, is seen.
         """
-        if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-            return None
-        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
-            return None
         modules = self._modules
-        linears = (modules["fc_q"], modules["fc_k"], modules["fc_v"], modules["fc_o"])
-        parameters = tuple(
-            p for m in linears for p in (m._parameters.get("weight"), m._parameters.get("bias"))
-        )
-        weights = parameters[::2]
-        if not all(type(m) is nn.Linear and not m._forward_hooks and not m._forward_pre_hooks for m in linears):
+        q_, k_, v_, o_ = modules["fc_q"], modules["fc_k"], modules["fc_v"], modules["fc_o"]
+        if (
+            not (type(q_) is type(k_) is type(v_) is type(o_) is _Linear)
+            or q_._forward_hooks or q_._forward_pre_hooks or k_._forward_hooks or k_._forward_pre_hooks
+            or v_._forward_hooks or v_._forward_pre_hooks or o_._forward_hooks or o_._forward_pre_hooks
+            or _global_forward_hooks or _global_forward_pre_hooks
+        ):  # fmt: skip
             return None
-        if not all(type(w) is nn.Parameter and w.dtype == torch.float32 and w.is_cpu for w in weights):
-            return None
-        if q.shape[0] * max(q.shape[1], k.shape[1]) < 16 and sum(w.numel() for w in weights) > 2**18:
-            return None
-        if torch.is_autocast_enabled("cpu") or (self.training and self.dropout):
-            return None
-        layer = self.__dict__.get("_layer")
-        if layer is None or not layer.holds(parameters):
-            q_, k_, v_, o_ = linears
-            sizes = (
-                self.num_heads, self.num_kv_heads, q_.in_features, k_.in_features, v_.in_features,
-                self.head_dim_qk, self.head_dim_v, o_.out_features,
-            )  # fmt: skip
-            names = [f"fc_{x}.{y}" for x in "qkvo" for y in ("weight", "bias")]
-            state = {n: p.contiguous() for n, p in zip(names, parameters) if p is not None}
-            layer = _core.Layer(sizes, state, True)
-            if not layer.holds(parameters):  # an unusual layout: packing could not be kept up to date
-                return None
-            self.__dict__["_layer"] = layer
-        return layer
+        sizes = (
+            self.num_heads, self.num_kv_heads, q_.in_features, k_.in_features, v_.in_features,
+            self.head_dim_qk, self.head_dim_v, o_.out_features,
+        )  # fmt: skip
+        parameters = (q_._parameters, k_._parameters, v_._parameters, o_._parameters)
+        return _core.layer_on_parameters(sizes, parameters, _PLAIN, q, k, v, mask, need_weights)
 
     def _attend(self, q, k, v, mask, need_weights, sinks):
         from .torch import attend
@@ -113,7 +121,7 @@ class GQA(nn.Module):
         options = {"mask": visible, "bias": bias, "sinks": sinks}
         dropout = self.dropout if self.training else 0.0
         out, lse = attend(q, k, v, dropout=dropout, **options)
-        output = self.fc_o(out.transpose(1, 2).reshape(batch, n_q, -1))
+        output = self.fc_o(out.transpose(1, 2).flatten(2))
         if not need_weights:
             return output
         weights = self._weights(q, k, lse, visible, bias)

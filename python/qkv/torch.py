@@ -33,6 +33,7 @@ _is_compiling = torch.compiler.is_compiling
 _has_transforms = torch._C._are_functorch_transforms_active
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _num_function_modes = torch._C._len_torch_function_stack
+_is_tracing = torch._C._get_tracing_state
 
 
 def scaled_dot_product_attention(
@@ -69,7 +70,7 @@ def scaled_dot_product_attention(
         and query.dtype in _KERNEL_TYPES
         and query.dtype == key.dtype
         and key.dtype == value.dtype
-        and not (_has_transforms() or _num_dispatch_modes() or _num_function_modes())
+        and not (_has_transforms() or _num_dispatch_modes() or _num_function_modes() or _is_tracing())
         and query.is_cpu
         and not (query.is_nested or key.is_nested or value.is_nested)
         and forward_ad._current_level < 0
@@ -236,7 +237,7 @@ def attend(q, k, v, *, mask=None, bias=None, sinks=None, causal=False, scale=Non
     if not _is_compiling():
         if _has_transforms() or forward_ad._current_level >= 0:
             return _ops.EagerAttention.apply(q, k, v, bias, sinks, mask, causal, scale, softcap, dropout, seed)
-        if all(type(x) in _PLAIN for x in tensors) and not _num_dispatch_modes():
+        if all(type(x) in _PLAIN for x in tensors) and not (_num_dispatch_modes() or _is_tracing()):
             if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
                 return _ops.PlainAttention.apply(q, k, v, bias, sinks, mask, causal, scale, softcap, dropout, seed)
             seed = 0 if seed is None else int(seed)

@@ -190,23 +190,24 @@ struct HeadSteps {
   int64_t q, k, v, out, weights;
 };
 
-/// y[m, n] = x[m, k] w^T + bias, w packed by pack. Any extent may be 0 (k = 0 leaves the bias). y
-/// overlaps nothing.
+/// y[m, n] = x[m, k] w^T + bias, w packed by pack, or row-major [n, k] and packed panel by panel on the
+/// way (panel given): the same bits. Any extent may be 0 (k = 0 leaves the bias). y overlaps nothing.
 /// y may be cut into blocks of columns that lie apart (heads): with c = y_column + j, column j of row i
 /// is at y + i * y_stride + c / y_block * y_block_stride + c % y_block. y_block is a multiple of
 /// linear_block, or 0: one block.
-/// A part of the columns is a task of its own: packed + column * k, bias + column, y_column + column,
+/// A part of the columns is a task of its own: w + column * k, bias + column, y_column + column,
 /// for a column that is a multiple of linear_columns. How rows and columns are divided into tasks
 /// never changes a bit: a sum depends on k alone.
 struct LinearTask {
   const float* x;
   int64_t x_stride;
-  const float* packed;  // aligned to a vector (kAlignment is enough)
-  const float* bias;    // [n] or nullptr
+  const float* w;     // packed: aligned to a vector (kAlignment is enough)
+  const float* bias;  // [n] or nullptr
   float* y;
   int64_t y_stride, y_column, y_block, y_block_stride;
   int64_t m, k, n;
-  bool adds;  // y += instead
+  bool adds;     // y += instead
+  float* panel;  // nullptr: w is packed; else linear_panel_floats, aligned to kAlignment
 };
 
 /// Gradients of a projection's parameters: dw[n, k] = dy^T x and dbias[n] = the sums of the columns of
@@ -259,8 +260,8 @@ struct KernelTable {
   int64_t (*backward_row_elements[2])(int64_t dim);
   void (*sum_parts[2])(const SumTask&);
   // Projections. linear_columns: columns of a panel of packed weights. linear_block: y_block is a
-  // multiple of it.
-  int64_t linear_columns, linear_block;
+  // multiple of it. linear_panel_floats: of LinearTask::panel.
+  int64_t linear_columns, linear_block, linear_panel_floats;
   void (*linear)(const LinearTask&);
   void (*pack)(const float* w, int64_t n, int64_t k, float* packed);  // w row-major [n, k]
   int64_t (*packed_floats)(int64_t n, int64_t k);

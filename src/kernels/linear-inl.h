@@ -6,7 +6,8 @@
 // vector wide if that is enough for what remains. The sum over k is cut into chunks of equal length
 // that depend on k alone; each chunk is summed from zero in the order of k, and the chunks are
 // added in order. So a row's bits depend neither on the rows beside it nor on how the work was
-// divided, and the error is that of the short sums.
+// divided, and the error is that of the short sums. Weights that are not packed become panels on the
+// way, one chunk of one panel at a time: the same sums, the same bits.
 #if defined(QKV_KERNELS_LINEAR_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef QKV_KERNELS_LINEAR_INL_H_
 #undef QKV_KERNELS_LINEAR_INL_H_
@@ -21,6 +22,7 @@
 #include "hwy/highway.h"
 #include "kernels/kernels.h"
 #include "kernels/linear_rows-inl.h"
+#include "kernels/transpose-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace qkv::kernels {
@@ -88,7 +90,7 @@ HWY_INLINE LinearStrip MakeLinearStrip(const LinearPlan& plan, const float* bias
   LinearStrip s;
   s.x = t.x + row * t.x_stride + k0;
   s.x_stride = t.x_stride;
-  s.w = t.packed + panel * kLinearColumns * t.k + k0 * kLinearColumns;
+  s.w = t.w + panel * kLinearColumns * t.k + k0 * kLinearColumns;
   s.panel_floats = t.k * kLinearColumns;
   s.k = t.k - k0 < plan.chunk ? t.k - k0 : plan.chunk;
   s.y = t.y + row * t.y_stride;
@@ -105,9 +107,44 @@ HWY_INLINE LinearStrip MakeLinearStrip(const LinearPlan& plan, const float* bias
   return s;
 }
 
+// panel[u * width + j] = w[j * k + u] for `steps` steps of u and j < columns; 0 for the other j < width
+// (whole vectors).
+HWY_NOINLINE void PackPanel(const float* w, int64_t k, int64_t columns, int64_t width,
+                            int64_t steps, float* HWY_RESTRICT panel) {
+  constexpr int64_t kL = kLanes<float>;
+  const Tag<float> d;
+  const int64_t squares = steps / kL * kL;
+  for (int64_t j = 0; j < width; j += kL) {
+    const float* from = w + j * k;
+    const bool is_whole = j + kL <= columns;
+    for (int64_t u = 0; is_whole && u < squares; u += kL) {
+      Transpose<float>([&](auto i) HWY_ATTR { return hn::LoadU(d, from + i * k + u); },
+                       [&](auto i, Vec<float> column)
+                           HWY_ATTR { hn::Store(column, d, panel + (u + i) * width + j); });
+    }
+    for (int64_t i = j; i < j + kL; ++i) {
+      for (int64_t u = is_whole ? squares : 0; u < steps; ++u)
+        panel[u * width + i] = i < columns ? w[i * k + u] : 0.0f;
+    }
+  }
+}
+
+// The chunk of panel `panel` from k0 where a tile can read it: packed now if the weights are not.
+HWY_INLINE const float* LinearPanel(const LinearPlan& plan, int64_t panel, int64_t k0) {
+  const LinearTask& t = plan.task;
+  const bool is_edge = panel == plan.panels;
+  const int64_t width = is_edge ? plan.edge_width : kLinearColumns;
+  const float* w = t.w + panel * kLinearColumns * t.k;
+  if (t.panel == nullptr) return w + k0 * width;
+  PackPanel(w + k0, t.k, is_edge ? plan.edge_columns : kLinearColumns, width,
+            t.k - k0 < plan.chunk ? t.k - k0 : plan.chunk, t.panel);
+  return t.panel;
+}
+
 // The panel that is not full: through a tile of our own unless it is whole vectors, so that nothing
-// is read or written past the columns that exist.
-HWY_NOINLINE void LinearEdge(const LinearPlan& plan, int64_t row, int64_t rows, int64_t k0) {
+// is read or written past the columns that exist. w: its chunk from k0.
+HWY_NOINLINE void LinearEdge(const LinearPlan& plan, const float* w, int64_t row, int64_t rows,
+                             int64_t k0) {
   const LinearTask& t = plan.task;
   HWY_ALIGN float tile[kLinearRows * kLinearColumns];
   HWY_ALIGN float bias[kLinearColumns] = {};
@@ -119,7 +156,7 @@ HWY_NOINLINE void LinearEdge(const LinearPlan& plan, int64_t row, int64_t rows, 
     for (int64_t j = 0; j < columns; ++j) bias[j] = t.bias[first + j];
   }
   LinearStrip s = MakeLinearStrip(plan, bias, row, plan.panels, is_partial ? 0 : vectors, k0);
-  s.w = t.packed + first * t.k + k0 * width;
+  s.w = w;
   float* y[kLinearColumns];
   if (is_partial) {
     for (int64_t j = 0; j < columns; ++j) y[j] = s.y + LinearColumnAt(t, first + j);
@@ -184,7 +221,8 @@ HWY_INLINE void LinearOneTile(const LinearPlan& plan) {
     }
   }
   if (plan.edge_columns > 0) {
-    for (int64_t k0 = 0; k0 < t.k; k0 += plan.chunk) LinearEdge(plan, 0, kRows, k0);
+    for (int64_t k0 = 0; k0 < t.k; k0 += plan.chunk)
+      LinearEdge(plan, LinearPanel(plan, plan.panels, k0), 0, kRows, k0);
   }
 }
 
@@ -196,7 +234,7 @@ HWY_INLINE void LinearBlock(const LinearPlan& plan, int64_t begin, int64_t end) 
   HWY_ALIGN const float zeros[kLinearColumns] = {};
   const int64_t tiles = (end - begin + kLinearRows - 1) / kLinearRows;
   const int64_t height = (end - begin) / tiles, taller = (end - begin) % tiles;
-  const bool ahead = t.n * t.k * 4 > kLinearPrefetchBytes;
+  const bool ahead = t.panel == nullptr && t.n * t.k * 4 > kLinearPrefetchBytes;
   // Each tile asks for its share of the next panel: two streams, each half of the share.
   const int64_t step = (kLinearColumns / 2 + tiles - 1) / tiles;
   for (int64_t k0 = 0; k0 < t.k; k0 += plan.chunk) {
@@ -204,8 +242,9 @@ HWY_INLINE void LinearBlock(const LinearPlan& plan, int64_t begin, int64_t end) 
       const float* bias = t.bias == nullptr ? zeros : t.bias + panel * kLinearColumns;
       LinearStrip s = MakeLinearStrip(plan, bias, begin, panel, kLinearVectors, k0);
       const float* next = panel + 1 < plan.panels ? s.w + s.panel_floats
-                          : k0 + s.k < t.k        ? t.packed + (k0 + s.k) * kLinearColumns
+                          : k0 + s.k < t.k        ? t.w + (k0 + s.k) * kLinearColumns
                                                   : s.w;
+      s.w = LinearPanel(plan, panel, k0);
       const int64_t share = 2 * step * s.k;
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t rows = height + (tile < taller ? 1 : 0);
@@ -222,10 +261,11 @@ HWY_INLINE void LinearBlock(const LinearPlan& plan, int64_t begin, int64_t end) 
       }
     }
     if (plan.edge_columns > 0) {
+      const float* w = LinearPanel(plan, plan.panels, k0);
       int64_t row = begin;
       for (int64_t tile = 0; tile < tiles; ++tile) {
         const int64_t rows = height + (tile < taller ? 1 : 0);
-        LinearEdge(plan, row, rows, k0);
+        LinearEdge(plan, w, row, rows, k0);
         row += rows;
       }
     }
@@ -246,7 +286,7 @@ void Linear(const LinearTask& task) {
   if (task.k == 0) return LinearEmpty(task);
   const LinearPlan plan = MakeLinearPlan(task);
   if (task.m <= 0) return;
-  if (task.m <= kLinearRows) {
+  if (task.m <= kLinearRows && task.panel == nullptr) {
     WithRows(task.m, [&](auto rows) HWY_ATTR { LinearOneTile<rows>(plan); });
     return;
   }
@@ -263,18 +303,10 @@ int64_t PackedFloats(int64_t n, int64_t k) {
 }
 
 void Pack(const float* w, int64_t n, int64_t k, float* packed) {
-  constexpr int64_t kSteps = 16;  // one cache line of w per column at a time
   for (int64_t n0 = 0; n0 < n; n0 += kLinearColumns) {
     const int64_t columns = n - n0 < kLinearColumns ? n - n0 : kLinearColumns;
     const int64_t width = columns <= kLanes<float> ? kLanes<float> : kLinearColumns;
-    float* panel = packed + n0 * k;
-    for (int64_t k0 = 0; k0 < k; k0 += kSteps) {
-      const int64_t k1 = k - k0 < kSteps ? k : k0 + kSteps;
-      for (int64_t j = 0; j < width; ++j) {
-        const float* column = w + (n0 + j) * k;
-        for (int64_t u = k0; u < k1; ++u) panel[u * width + j] = j < columns ? column[u] : 0.0f;
-      }
-    }
+    PackPanel(w + n0 * k, k, columns, width, k, packed + n0 * k);
   }
 }
 

@@ -19,6 +19,7 @@ namespace HWY_NAMESPACE {
 void FillLinear(KernelTable* table) {
   table->linear_columns = kLinearColumns;
   table->linear_block = kLanes<float>;
+  table->linear_panel_floats = kLinearColumns * kLinearChunk;
   table->linear = Linear;
   table->pack = Pack;
   table->packed_floats = PackedFloats;

@@ -179,3 +179,244 @@ def test_weights_and_output_do_not_depend_on_being_asked_for():
     q, k, v, mask = inputs(torch.float32)
     assert torch.equal(module(q, k, v, mask)[1], module(q, k, v, mask, need_weights=False))
     assert np.isfinite(module(q, k, v, mask)[0].detach().numpy()).all()
+
+
+# Without gradients a call runs on the parameters where they are: nothing may be remembered of them.
+
+
+def plain(module, q, k, v, mask=None):
+    """The general road: torch's products around the kernel."""
+    with torch.no_grad():
+        return module._attend(q, k, v, mask, True, None)
+
+
+def in_place(module, q, k, v, mask=None):
+    with torch.no_grad():
+        return module._in_place(q, k, v, mask, True)
+
+
+def small(kind="mqa"):
+    module = make(kind)
+    return module, inputs(torch.float32)
+
+
+def assert_same(got, want):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["mha", "mqa", "gqa"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_calls_in_place_equal_the_general_road_and_the_layer(kind, bias):
+    module, (q, k, v, mask) = small(kind)
+    if not bias:
+        for x in "qv":
+            module._modules[f"fc_{x}"].bias = None
+    layer = qkv.GQA(6, module.num_kv_heads, 20, 12, 5, 7, 9, dim_q=16)
+    layer.load_state_dict(module.state_dict())
+    for m in (None, mask, ~torch.isneginf(mask)):
+        got = in_place(module, q, k, v, m)
+        assert_same(got, plain(module, q, k, v, m))
+        for a, b in zip(got, layer(q, k, v, m), strict=True):
+            assert torch.equal(a, b)
+        with torch.no_grad():
+            assert torch.equal(module(q, k, v, m, need_weights=False), got[1])
+
+
+def step(module, _):
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+    with torch.enable_grad():
+        module(*inputs(torch.float32)[:3], need_weights=False).square().sum().backward()
+    optimizer.step()
+
+
+WRITES = {
+    "data.add_": lambda m, _: m.fc_k.weight.data.add_(1),
+    "data of a bias": lambda m, _: m.fc_o.bias.data.fill_(3),
+    "data =": lambda m, _: setattr(m.fc_v.weight, "data", torch.ones_like(m.fc_v.weight)),
+    "NumPy": lambda m, _: m.fc_q.weight.detach().numpy().__setitem__((0, 0), 9),
+    "optimizer.step": step,
+    "load_state_dict": lambda m, other: m.load_state_dict(other.state_dict()),
+    "load_state_dict assign": lambda m, other: m.load_state_dict(other.state_dict(), assign=True),
+    "no_grad copy_": lambda m, other: m.fc_o.weight.copy_(other.fc_o.weight),
+    "new Parameter": lambda m, other: setattr(m.fc_q, "weight", nn.Parameter(other.fc_q.weight.clone())),
+    "new Linear": lambda m, other: setattr(m, "fc_q", other.fc_q),
+    "bias removed": lambda m, _: setattr(m.fc_k, "bias", None),
+    "there and back": lambda m, _: m.double().float(),
+    "untyped storage": lambda m, _: m.fc_q.weight.untyped_storage().fill_(0),
+    "transposed memory": lambda m, _: setattr(m.fc_q.weight, "data", m.fc_q.weight.data.t().contiguous().t() + 1),
+    "a view of a larger one": lambda m, _: setattr(m.fc_v.weight, "data", torch.randn(14, 24)[::2, ::2]),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_every_write_to_a_parameter_is_seen_at_the_next_call(name):
+    module, (q, k, v, mask) = small()
+    torch.manual_seed(11)
+    other = qkv.torch.MQA(6, 20, 12, 5, 7, 9, dim_q=16)
+    with torch.no_grad():
+        before = module(q, k, v, mask)
+        WRITES[name](module, other)
+        got = module(q, k, v, mask)
+    assert_same(got, plain(module, q, k, v, mask))
+    if name != "there and back":
+        assert not torch.equal(got[1], before[1])
+
+
+def test_what_torch_does_to_a_linear_layer_is_kept():
+    """Hooks, pruning, parametrizations, other classes: these calls may not bypass the layer."""
+
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    def subclass(m):
+        m.fc_v.__class__ = Doubled
+
+    changes = [
+        lambda m: m.fc_q.register_forward_hook(lambda _, __, y: y + 1),
+        lambda m: m.fc_o.register_forward_pre_hook(lambda _, x: (x[0] * 2,)),
+        lambda m: torch.nn.utils.prune.l1_unstructured(m.fc_k, "weight", 0.5),
+        lambda m: torch.nn.utils.parametrizations.weight_norm(m.fc_k),
+        subclass,
+    ]
+    import torch.nn.utils.prune
+
+    for change in changes:
+        module, (q, k, v, mask) = small()
+        with torch.no_grad():
+            before = module(q, k, v, mask)[1]
+            change(module)
+            if change is changes[3]:
+                module.fc_k.parametrizations.weight.original0.mul_(3)
+            got = module(q, k, v, mask)
+        assert_same(got, plain(module, q, k, v, mask))
+        assert not torch.equal(got[1], before)
+    module, (q, k, v, mask) = small()
+    handle = nn.modules.module.register_module_forward_hook(lambda m, _, y: y + 1 if isinstance(m, nn.Linear) else None)
+    try:
+        with torch.no_grad():
+            assert_same(module(q, k, v, mask), plain(module, q, k, v, mask))
+    finally:
+        handle.remove()
+
+
+def test_modules_without_gradients_in_graphs_transforms_and_modes():
+    module, (q, k, v, mask) = small()
+    with torch.no_grad():
+        want = module(q, k, v, mask)
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        assert_same(compiled(q, k, v, mask), want)
+        module.fc_o.bias.data.add_(1)
+        assert_same(compiled(q, k, v, mask), module(q, k, v, mask))
+        exported = torch.export.export(module, (q, k, v, mask))
+        assert_same(exported.module()(q, k, v, mask), module(q, k, v, mask))
+        assert "qkv.attention" in str(exported.graph)
+        changed = {n: p + 0.1 for n, p in module.named_parameters()}
+        twin = copy.deepcopy(module)
+        for p in twin.parameters():
+            p.add_(0.1)
+        assert_same(torch.func.functional_call(module, changed, (q, k, v, mask)), twin(q, k, v, mask))
+        stacked = {n: torch.stack([p, p + 0.1]) for n, p in module.named_parameters()}
+        call = torch.func.vmap(lambda p: torch.func.functional_call(module, p, (q, k, v, mask)))
+        both = call(stacked)
+        for i, m in enumerate((module, twin)):
+            assert_same([x[i] for x in both], m(q, k, v, mask))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert module(q, k, v, mask)[1].dtype is torch.bfloat16
+        seen = []
+
+        class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                seen.append(str(function))
+                return function(*args, **(kwargs or {}))
+
+        with Watch():
+            assert_same(module(q, k, v, mask), plain(module, q, k, v, mask))
+        assert any("addmm" in f or "linear" in f for f in seen) and any("qkv.attention" in f for f in seen)
+    gradient = torch.func.grad(
+        lambda p: torch.func.functional_call(module, p, (q, k, v, mask))[1].square().sum()
+    )(dict(module.named_parameters()))
+    module(q, k, v, mask)[1].square().sum().backward()
+    for n, p in module.named_parameters():
+        torch.testing.assert_close(gradient[n], p.grad)
+    with torch.inference_mode():
+        assert_same(module(q, k, v, mask), plain(module, q, k, v, mask))
+
+
+def test_forward_derivatives_and_traces_go_the_general_road():
+    module, (q, k, v, mask) = small()
+    from torch.autograd import forward_ad
+
+    with torch.no_grad(), forward_ad.dual_level():
+        try:
+            tangent = forward_ad.unpack_dual(module(forward_ad.make_dual(q, torch.ones_like(q)), k, v, mask)[1]).tangent
+        except NotImplementedError:
+            tangent = "refused"
+    assert tangent is not None  # a lost derivative would be a silent zero
+    with torch.no_grad():
+        try:
+            traced = torch.jit.trace(module, (q, k, v, mask), check_trace=False)
+        except Exception as error:
+            assert "trac" in str(error).lower() or "qkv" in str(error).lower()
+        else:
+            assert_same(traced(2 * q, k, v, mask), module(2 * q, k, v, mask))
+
+
+@pytest.mark.parametrize("batch, n_q, n_kv", [(0, 2, 3), (2, 0, 3), (2, 3, 0), (1, 1, 1), (3, 1, 70), (2, 70, 1)])
+def test_modules_of_any_extent(batch, n_q, n_kv):
+    module, _ = small("gqa")
+    torch.manual_seed(1)
+    q, k, v = torch.randn(batch, n_q, 16), torch.randn(batch, n_kv, 20), torch.randn(batch, n_kv, 12)
+    assert_same(in_place(module, q, k, v), plain(module, q, k, v))
+
+
+def test_inputs_of_any_strides_and_bad_inputs():
+    module, (q, k, v, mask) = small()
+    want = plain(module, q, k, v, mask)
+    for change in (
+        lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]],
+    ):
+        assert_same(in_place(module, *(change(x) for x in (q, k, v)), mask), want)
+    with torch.no_grad():
+        for bad in ((q[0], k, v), (q[..., :3], k, v), (q, k[:, :2], v), (q, k.double(), v), (q[:1], k, v)):
+            with pytest.raises((ValueError, RuntimeError)):
+                module(*bad)
+        with pytest.raises((ValueError, RuntimeError)):
+            module(q, k, v, mask[:, :2])
+
+
+def test_threads_call_one_module_while_it_is_written():
+    """Two threads call, one replaces parameters: each result is that of some state between the writes."""
+    import threading
+
+    module, (q, k, v, _) = small()
+    states = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        states.append({n: torch.randn_like(p) for n, p in module.named_parameters() if n == "fc_o.bias"})
+    results = []
+    with torch.no_grad():
+        for s in states:
+            module.fc_o.bias = nn.Parameter(s["fc_o.bias"].clone())
+            results.append(module(q, k, v)[1])
+    stop, wrong = threading.Event(), []
+
+    def call():
+        with torch.no_grad():
+            while not stop.is_set():
+                got = module(q, k, v)[1]
+                if not any(torch.equal(got, r) for r in results):
+                    wrong.append(got)
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for t in threads:
+        t.start()
+    for i in range(2000):
+        module.fc_o.bias = nn.Parameter(states[i % 3]["fc_o.bias"].clone())
+    stop.set()
+    for t in threads:
+        t.join()
+    assert not wrong
