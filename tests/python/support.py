@@ -92,3 +92,26 @@ def mask_of(spec, tensors=None):
     if kind == "documents":
         return qkv.Mask.documents(np.asarray(spec["q_ids"]), np.asarray(spec["kv_ids"]))
     return getattr(qkv.Mask, kind)()
+
+
+class OnlyDlpackNamespace:
+    @staticmethod
+    def from_dlpack(x):
+        return OnlyDlpack(np.from_dlpack(x))
+
+
+class OnlyDlpack:
+    """A producer that knows DLPack and nothing else."""
+
+    def __init__(self, array):
+        self.array = array
+        self.shape, self.dtype = array.shape, array.dtype
+
+    def __dlpack__(self, **kwargs):
+        return self.array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+    def __array_namespace__(self):
+        return OnlyDlpackNamespace
