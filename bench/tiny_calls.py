@@ -65,12 +65,11 @@ def cases():
     try:
         import torch
 
-        import qkv.torch
+        from qkv.torch import scaled_dot_product_attention as sdpa
     except ImportError:
         return found
     t, l, r = torch.from_numpy(x), torch.from_numpy(lesson), torch.from_numpy(row)
     visible = torch.from_numpy(mask)
-    sdpa = qkv.torch.scaled_dot_product_attention
     return found | {
         "attention, torch": lambda: qkv.attention(t, t, t),
         "attention, torch, causal, lse": lambda: qkv.attention(l, l, l, mask=causal, return_lse=True),
