@@ -1,35 +1,74 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The hot loops as the compiler wrote them: tile rows x vectors FMAs per step, one broadcast per row, one
-load per panel vector, and no vector register that goes to the stack and back.
+"""The hot loops as the compiler wrote them: as many FMAs per broadcast and load as designed, and no vector
+register that goes to the stack and back. On a tile rows x vectors FMAs per step, one broadcast per row, one load per
+vector of the panel; in decode one load per vector of K, V and q, shared by all rows.
 
     codegen_test.py OBJDUMP OBJECT...       the objects of src/kernels in a Release build
 """
 import os
 import re
 import sys
+from typing import NamedTuple
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "support"))
 import objdump  # noqa: E402
 
 # The tiles of tile-inl.h and linear_rows-inl.h: Highway target, rows, vectors of the tile, and of linear.
 TILES = [("AVX3", 8, 2, 8, 2), ("AVX2", 4, 3, 6, 2)]
-ON_TILES = ("QkRows<{}, {}, {}>", "PvColumns<{}, {}, {}>", "DpRows<{}, {}, false, {}>", "OuterRows<{}, {}, {}>")
+ON_TILES = (
+    "QkRows<{}, {}, {}>",
+    "PvColumns<{}, {}, {}>",
+    "DpRows<{}, {}, false, {}>",
+    "OuterRows<{}, {}, {}>",
+)
+# decode_rows-inl.h: rows that share the loads of K and V (kRowsAtOnce), arithmetic type and type of K and V.
+DECODE_ROWS = [("AVX3", 4), ("AVX2", 2)]
+DECODE_TYPES = ["float, float", "float, qkv::bf16_t", "float, qkv::f16_t", "float, signed char", "double, double"]
+STRIP, MOST_VECTORS = 4, 8  # kStrip keys per step; vectors of columns at most
+
+
+class Loop(NamedTuple):
+    """What one step of a hot loop may cost. anywhere: of all loops with FMAs; else of the shortest that loads as
+    much (the others are tails)."""
+
+    fma: int
+    broadcast: int
+    load: int
+    may_fold: bool = False  # loads inside of FMAs count as loads
+    anywhere: bool = True
+
+
+def tile(rows, vectors):
+    return Loop(rows * vectors, rows, vectors)
+
 
 HOT = [
-    (target, name.format(element, vectors, rows), rows, vectors)
+    (target, name.format(element, vectors, rows), tile(rows, vectors))
     for target, rows, vectors, _, _ in TILES
     for name in ON_TILES
     for element in ("float", "double")
-] + [
-    ("AVX3", "AddRows<float, float, 4, 4, false>", 4, 4)
-] + [
-    ("AVX3", f"{name}<{element}>", 4, 4) for name in ("PairScores", "PairDp") for element in ("float", "double")
-] + [
-    (target, name, rows, vectors)
-    for target, _, _, rows, vectors in TILES
-    for name in (f"LinearRows<{rows}, {vectors}>", "GradientRun")
 ]
+HOT += [("AVX3", f"{name}<{element}>", tile(4, 4)) for name in ("PairScores", "PairDp") for element in ("float", "double")]
+HOT += [
+    (target, name, tile(rows, vectors))
+    for target, _, _, rows, vectors in TILES
+    for name in (f"LinearRows<{rows}, {vectors}>", f"LinearRowsAhead<{rows}>", "GradientRun")
+]
+for target, at_once in DECODE_ROWS:
+    for types in DECODE_TYPES:
+        for rows in range(1, at_once + 1):
+            columns = min(STRIP * at_once // rows, MOST_VECTORS)
+            HOT += [
+                (target, f"DotRows<{types}, {rows}>", Loop(rows * STRIP, 0, rows + STRIP, True, False)),
+                (target, f"AddRows<{types}, {rows}, {columns}, false>", Loop(rows * columns, rows, columns, True)),
+            ]
+
+# What a compiler makes worse than designed. gcc 12 folds the loads of K into the FMAs of every row, so that K is loaded
+# once per row instead of once; and 8 sums beside 8 values of V and a weight are one register more than AVX2 has.
+KNOWN = {f"AVX3::DotRows<{t}, {t}, {rows}>" for t in ("float", "double") for rows in (2, 3)}
+KNOWN |= {f"AVX2::DotRows<{t}, {t}, 2>" for t in ("float", "double")}
+KNOWN |= {f"AVX2::AddRows<{types}, 1, 8, false>" for types in DECODE_TYPES}
 
 VECTOR = re.compile(r"%[xyz]mm\d")
 MEMORY = re.compile(r"\(")
@@ -58,30 +97,43 @@ def count(loop):
     return counts
 
 
-def check(body, rows, vectors):
+def check(body, want):
     """What is wrong with the hot loops of a function (a compiler may make several of one), or None."""
-    hot = [c for c in map(count, objdump.loops(body)) if c["fma"] > 0]
+    hot = [(len(loop), count(loop)) for loop in objdump.loops(body)]
+    hot = [(length, counts) for length, counts in hot if counts["fma"] > 0]
+    if not want.anywhere:
+        hot = [(length, c) for length, c in hot if c["load"] + c["folded"] >= want.load]
+        hot = sorted(hot, key=lambda loop: loop[0])[:1]
     if not hot:
         return "no innermost loop with FMAs"
-    for counts in hot:
-        steps, rest = divmod(counts["fma"], rows * vectors)
-        want = {"broadcast": rows * steps, "load": vectors * steps, "folded": 0, "store": 0, "stack": 0}
-        if rest or steps < 1 or any(counts[key] != value for key, value in want.items()):
-            return f"{counts}, expected {rows * vectors} FMAs per step and {want}"
+    for _, counts in hot:
+        steps, rest = divmod(counts["fma"], want.fma)
+        loads = counts["load"] + counts["folded"]
+        if (
+            rest
+            or steps < 1
+            or counts["broadcast"] != want.broadcast * steps
+            or loads > want.load * steps
+            or (counts["folded"] and not want.may_fold)
+            or counts["store"]
+            or counts["stack"]
+        ):
+            return f"{counts}, expected {want} per step, no stores, no stack"
     return None
 
 
 def main(tool, paths):
-    wanted = {f"qkv::kernels::N_{target}::{name}(": (rows, vectors) for target, name, rows, vectors in HOT}
+    wanted = {f"qkv::kernels::N_{target}::{name}(": want for target, name, want in HOT}
     seen, failures = set(), []
     for path in paths:
         for name, body in objdump.functions(tool, path, "-C"):
-            for key, (rows, vectors) in wanted.items():
+            for key, want in wanted.items():
                 if key in name and ".cold" not in name:
                     seen.add(key)
-                    problem = check(body, rows, vectors)
-                    print(f"{'FAIL' if problem else 'ok  '} {key[:-1]} in {os.path.basename(path)}")
-                    if problem:
+                    problem = check(body, want)
+                    known = key[len("qkv::kernels::N_") : -1] in KNOWN
+                    print(f"{('known' if known else 'FAIL ') if problem else 'ok   '} {key[:-1]} in {os.path.basename(path)}")
+                    if problem and not known:
                         failures.append(f"{key[:-1]}: {problem}")
     failures += [f"{key[:-1]}: not found; was it renamed?" for key in wanted if key not in seen]
     for failure in failures:
