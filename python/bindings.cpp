@@ -77,6 +77,7 @@ NB_MODULE(_core, m) {
   bind_variants(m);
   bind_files(m);
   bind_layer(m);
+  bind_torch(m);
   m.def("plan", &plan_dict, "batch"_a, "num_heads"_a, "num_kv_heads"_a, "n_q"_a, "n_kv"_a,
         "head_dim_qk"_a, "head_dim_v"_a, "dtype"_a, "dtype_kv"_a, "return_weights"_a,
         "return_mean_weights"_a, "return_row_weights"_a, "return_column_sums"_a, "mask"_a.none(),

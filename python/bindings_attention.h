@@ -11,6 +11,7 @@ void bind_cache(nanobind::module_& module);
 void bind_variants(nanobind::module_& module);
 void bind_files(nanobind::module_& module);
 void bind_layer(nanobind::module_& module);
+void bind_torch(nanobind::module_& module);
 
 extern const char kAttentionDoc[];
 extern const char kBackwardDoc[];

@@ -167,10 +167,10 @@ class QKV_EXPORT AttentionLayer {
 
   explicit AttentionLayer(const LayerWeights& weights);
   /// A layer over parameters that stay the caller's: every call reads them as they are then, so they may
-  /// change between calls and must outlive the layer. Nothing is packed ahead or copied, and making
-  /// one costs 0.2 us. The bits of a layer made of the same values. A call packs each panel of weights
-  /// on the way, which costs as much as 8 rows of input (AVX2), once per 128 rows. No training:
-  /// forward_training() and set_weights() are refused.
+  /// change between calls and must outlive the layer. Nothing is copied or packed ahead. The bits of a
+  /// layer made of the same values. A call packs each panel of weights on the way, once per 128 rows of
+  /// input: 5.4 us on top of 36 for the lesson's MHA, 0.9 on top of 26 for its MQA (Zen 3, AVX2). No
+  /// training: forward_training() and set_weights() are refused.
   explicit AttentionLayer(const LayerParameters& parameters);
   static AttentionLayer from_weights(const LayerWeights& weights) {
     return AttentionLayer(weights);

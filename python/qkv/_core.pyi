@@ -80,6 +80,16 @@ class Layer:
         self, q: Array, k: Array, v: Array, mask: Any, need_weights: bool, num_threads: Optional[int]
     ) -> Any: ...
 
+def sdpa(
+    query: Array,
+    key: Array,
+    value: Array,
+    attn_mask: Optional[Array],
+    is_causal: bool,
+    scale: Optional[float],
+    enable_gqa: bool,
+    /,
+) -> Optional[Array]: ...
 def layer_on_parameters(
     sizes: tuple[int, ...],
     parameters: tuple[dict[str, Any], ...],

@@ -27,8 +27,8 @@ __all__ = ["GQA", "MHA", "MQA", "from_multihead_attention", "scaled_dot_product_
 _torch_sdpa = F.scaled_dot_product_attention
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _KERNEL_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_CAUSAL = _core.Mask.causal_top_left()
-_attention = _core.attention
+_core_sdpa = _core.sdpa
+_is_grad_enabled, _is_autocast = torch.is_grad_enabled, torch.is_autocast_enabled
 _is_compiling = torch.compiler.is_compiling
 _has_transforms = torch._C._are_functorch_transforms_active
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -64,49 +64,55 @@ def scaled_dot_product_attention(
         type(query) in _PLAIN
         and type(key) in _PLAIN
         and type(value) in _PLAIN
+        and (attn_mask is None or type(attn_mask) in _PLAIN)
         and not _is_compiling()
-        and query.dim() == 4
         and dropout_p == 0.0
-        and query.dtype in _KERNEL_TYPES
-        and query.dtype == key.dtype
-        and key.dtype == value.dtype
         and not (_has_transforms() or _num_dispatch_modes() or _num_function_modes() or _is_tracing())
+        and forward_ad._current_level < 0
+        and not _is_autocast("cpu")
+    ):
+        if not _is_grad_enabled() or not (
+            query.requires_grad
+            or key.requires_grad
+            or value.requires_grad
+            or (attn_mask is not None and attn_mask.requires_grad)
+        ):
+            out = _core_sdpa(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+            if out is not None:
+                return out
+        elif _is_usual(query, key, value, attn_mask, is_causal, enable_gqa):
+            visible = bias = None
+            if attn_mask is not None:
+                visible, bias = (attn_mask, None) if attn_mask.dtype == torch.bool else (None, attn_mask)
+            return _differentiable(query, key, value, visible, bias, is_causal, scale)
+    return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _is_usual(query, key, value, attn_mask, is_causal, enable_gqa):
+    """Four axes, one type and heads that fit as they are: spared the general road. The kernel checks the rest."""
+    q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
+    if not (
+        len(q_shape) == len(k_shape) == len(v_shape) == 4
+        and query.dtype in _KERNEL_TYPES
+        and query.dtype == key.dtype == value.dtype
         and query.is_cpu
         and not (query.is_nested or key.is_nested or value.is_nested)
-        and forward_ad._current_level < 0
-        and not torch.is_autocast_enabled("cpu")
+        and q_shape[0] == k_shape[0]
+        and (q_shape[1] == k_shape[1] or (enable_gqa and k_shape[1] and q_shape[1] % k_shape[1] == 0))
+        and k_shape[:3] == v_shape[:3]
+        and q_shape[3] == k_shape[3]
     ):
-        # The usual call, spared the general road below. The kernel checks everything else.
-        q_shape, k_shape, v_shape = query.shape, key.shape, value.shape
-        heads = k_shape[1]
-        if (
-            len(k_shape) == 4
-            and len(v_shape) == 4
-            and q_shape[0] == k_shape[0]
-            and (q_shape[1] == heads or (enable_gqa and heads and q_shape[1] % heads == 0))
-            and k_shape[:3] == v_shape[:3]
-            and q_shape[3] == k_shape[3]
-        ):
-            needs_grad = torch.is_grad_enabled() and (
-                query.requires_grad or key.requires_grad or value.requires_grad
-            )
-            if attn_mask is None:
-                if needs_grad:
-                    return _differentiable(query, key, value, None, None, is_causal, scale)
-                return _attention(query, key, value, mask=_CAUSAL if is_causal else None, scale=scale)
-            if type(attn_mask) is torch.Tensor and attn_mask.is_cpu and not is_causal:
-                shape = attn_mask.shape
-                full = (*q_shape[:3], k_shape[2])
-                if len(shape) in (2, 4) and all(a in (1, b) for a, b in zip(shape[::-1], full[::-1])):
-                    if attn_mask.dtype == torch.bool:
-                        if needs_grad:
-                            return _differentiable(query, key, value, attn_mask, None, False, scale)
-                        return _attention(query, key, value, mask=attn_mask, scale=scale)
-                    if attn_mask.dtype == query.dtype:
-                        if needs_grad or (attn_mask.requires_grad and torch.is_grad_enabled()):
-                            return _differentiable(query, key, value, None, attn_mask, False, scale)
-                        return _attention(query, key, value, bias=attn_mask, scale=scale)
-    return _general(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return False
+    if attn_mask is None:
+        return True
+    shape, full = attn_mask.shape, (*q_shape[:3], k_shape[2])
+    return (
+        not is_causal
+        and attn_mask.is_cpu
+        and attn_mask.dtype in (torch.bool, query.dtype)
+        and len(shape) in (2, 4)
+        and all(a in (1, b) for a, b in zip(shape[::-1], full[::-1]))
+    )
 
 
 def _differentiable(q, k, v, mask, bias, causal, scale):
