@@ -3,31 +3,23 @@
 // Nothing is written before all checks have passed.
 #include "qkv/attention.h"
 
-#include "call.h"
 #include "check.h"
+#include "output_parts.h"
 
 namespace qkv {
 void attention(ConstTensor q, ConstTensor k, ConstTensor v, const AttentionOutputs& outputs,
                const AttentionOptions& options) {
   const Check check("attention");
   Call call = check.call(q, k, v, options);
-  call.out = outputs.out, call.lse = outputs.lse, call.weights = outputs.weights;
   const DType arithmetic = call.arithmetic ? DType::f64 : DType::f32;
-  if (outputs.out) {
-    check.output(outputs.out, "outputs.out",
-                 {call.batch, call.num_heads, call.n_q, call.head_dim_v}, q.dtype);
-    check.layout(outputs.out, "outputs.out");
+  const OutputShape shape{call.batch, call.num_heads,  call.n_q,
+                          call.n_kv,  call.head_dim_v, call.n_kv};
+  call.out = outputs.out, call.lse = outputs.lse, call.weights = outputs.weights;
+  std::vector<WeightRow> rows;
+  if (check.outputs(outputs, shape, q.dtype, arithmetic)) {
+    rows = weight_rows(outputs);
+    call.forms = &outputs, call.weight_rows = rows;
   }
-  if (outputs.lse) {
-    check.output(outputs.lse, "outputs.lse", {call.batch, call.num_heads, call.n_q}, arithmetic);
-  }
-  if (outputs.weights) {
-    check.output(outputs.weights, "outputs.weights",
-                 {call.batch, call.num_heads, call.n_q, call.n_kv}, arithmetic);
-    check.layout(outputs.weights, "outputs.weights");
-  }
-  if (check.forms(outputs, {call.batch, call.num_heads, call.n_q, call.n_kv}, arithmetic))
-    call.forms = &outputs;
   run(call);
 }
 

@@ -33,6 +33,11 @@ class HeadNumbers {
   std::vector<double> many_;
 };
 
+/// Row `slot` of row_weights holds query row `token`.
+struct WeightRow {
+  int64_t slot, token;
+};
+
 struct Call {
   const kernels::KernelTable* kernels;
   int arithmetic;  // 0: f32, 1: f64; index into the kernel table
@@ -40,7 +45,8 @@ struct Call {
   ConstTensor q, k, v;
   const EntryKeys* keys;  // [batch], or nullptr: k and v. Of k and v only type and row stride count
   Tensor out, lse, weights;
-  const AttentionOutputs* forms;  // of the weights; nullptr: none is wanted
+  const AttentionOutputs* forms;           // of the weights; nullptr: none is wanted
+  std::span<const WeightRow> weight_rows;  // the rows of forms->row_weights that this call writes
   const AttentionOptions* options;
   double scale;
   HeadNumbers sinks, alibi_slopes;
@@ -69,6 +75,11 @@ Cut cut(const kernels::KernelTable& table, int arithmetic, int64_t num_kv_heads,
 int useful_threads(int64_t flop, int64_t items, int num_threads);
 /// Items that go out together: about 50 us of work. plan.cpp.
 int64_t items_per_ticket(int64_t item_flop);
+
+/// Tokens of a task of KvCache::append(), by the elements of a token of all entries. plan.cpp.
+int64_t append_task_tokens(int64_t token_elements);
+/// Threads worth waking for such tasks. is_copy: no conversion, norm or rope. plan.cpp.
+int append_threads(int64_t task_elements, bool is_copy, int64_t tasks, int num_threads);
 
 /// True if a form of the weights is made after the rows: what sums over rows or heads, or is wanted for
 /// some rows only. It needs the softmax state of every row.

@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -87,10 +88,9 @@ void Check::inputs(const ConstTensor& q, const ConstTensor& k, const ConstTensor
   layout(v, "v");
 }
 
-void Check::shape(const ConstTensor& t, const char* what, std::initializer_list<int64_t> shape,
+void Check::shape(const ConstTensor& t, const char* what, std::span<const int64_t> shape,
                   DType dtype) const {
-  const ConstTensor expected(static_cast<const void*>(nullptr), dtype,
-                             std::span<const int64_t>(shape.begin(), shape.size()));
+  const ConstTensor expected(static_cast<const void*>(nullptr), dtype, shape);
   bool same = t.rank == expected.rank;
   for (int a = 0; same && a < t.rank; ++a) same = t.shape[a] == expected.shape[a];
   if (!same)
@@ -101,7 +101,7 @@ void Check::shape(const ConstTensor& t, const char* what, std::initializer_list<
     refuse(fmt::format("{} has no data, got {}", what, shape_text(t)));
 }
 
-void Check::output(const ConstTensor& t, const char* what, std::initializer_list<int64_t> shape,
+void Check::output(const ConstTensor& t, const char* what, std::span<const int64_t> shape,
                    DType dtype) const {
   this->shape(t, what, shape, dtype);
   for (int a = 0; a < t.rank; ++a) {
@@ -118,33 +118,50 @@ void Check::no_forms(const AttentionOutputs& o) const {
     refuse("forms of the weights are not made here");
 }
 
-bool Check::forms(const AttentionOutputs& o, const MaskShape& n, DType arithmetic) const {
-  const auto output = [&](const Tensor& t, const char* what, std::initializer_list<int64_t> shape,
+bool Check::outputs(const AttentionOutputs& o, const OutputShape& n, DType out_dtype,
+                    DType arithmetic) const {
+  if (o.out) {
+    n.batch ? output(o.out, "outputs.out", {*n.batch, n.num_heads, n.n_q, n.head_dim_v}, out_dtype)
+            : output(o.out, "outputs.out", {n.n_q, n.num_heads, n.head_dim_v}, out_dtype);
+    layout(o.out, "outputs.out");
+  }
+  return forms(o, n, arithmetic);
+}
+
+// lse, weights and the forms of weights: head-major, behind a batch axis if there is one.
+bool Check::forms(const AttentionOutputs& o, const OutputShape& n, DType arithmetic) const {
+  const auto output = [&](const Tensor& t, const char* what, std::initializer_list<int64_t> entry,
                           DType dtype) {
-    this->output(t, what, shape, dtype);
+    if (!t) return;
+    int64_t shape[4] = {n.batch.value_or(0)};
+    std::copy(entry.begin(), entry.end(), shape + 1);
+    const std::span all(shape, entry.size() + 1);
+    this->output(t, what, n.batch ? all : all.subspan(1), dtype);
+  };
+  const auto rows = [&](const Tensor& t, const char* what, std::initializer_list<int64_t> entry,
+                        DType dtype) {
+    if (!t) return;
+    output(t, what, entry, dtype);
     layout(t, what);
   };
-  if (o.mean_weights) {
-    output(o.mean_weights, "outputs.mean_weights", {n.batch, n.n_q, n.n_kv}, arithmetic);
-  }
+  output(o.lse, "outputs.lse", {n.num_heads, n.n_q}, arithmetic);
+  rows(o.weights, "outputs.weights", {n.num_heads, n.n_q, n.n_kv}, arithmetic);
+  rows(o.mean_weights, "outputs.mean_weights", {n.n_q, n.n_kv}, arithmetic);
   if (o.weight_rows || o.row_weights) {
     check_rows(*this, o.weight_rows, o.row_weights, n.n_q);
-    output(o.row_weights, "outputs.row_weights",
-           {n.batch, n.num_heads, o.weight_rows.shape[0], n.n_kv}, arithmetic);
+    rows(o.row_weights, "outputs.row_weights", {n.num_heads, o.weight_rows.shape[0], n.n_kv},
+         arithmetic);
   }
   if (o.top_weights || o.top_keys) {
     if (!o.top_weights || !o.top_keys)
       refuse("outputs.top_weights and outputs.top_keys are wanted together or not at all");
-    const int64_t k = o.top_weights.rank == 4 ? o.top_weights.shape[3] : 0;
-    output(o.top_weights, "outputs.top_weights", {n.batch, n.num_heads, n.n_q, k}, arithmetic);
-    output(o.top_keys, "outputs.top_keys", {n.batch, n.num_heads, n.n_q, k}, DType::i64);
+    const int rank = n.batch ? 4 : 3;
+    const int64_t k = o.top_weights.rank == rank ? o.top_weights.shape[rank - 1] : 0;
+    rows(o.top_weights, "outputs.top_weights", {n.num_heads, n.n_q, k}, arithmetic);
+    rows(o.top_keys, "outputs.top_keys", {n.num_heads, n.n_q, k}, DType::i64);
   }
-  if (o.column_sums) {
-    output(o.column_sums, "outputs.column_sums", {n.batch, n.num_heads, n.n_kv}, arithmetic);
-  }
-  if (o.entropy) {
-    this->output(o.entropy, "outputs.entropy", {n.batch, n.num_heads, n.n_q}, arithmetic);
-  }
+  rows(o.column_sums, "outputs.column_sums", {n.num_heads, n.num_keys}, arithmetic);
+  output(o.entropy, "outputs.entropy", {n.num_heads, n.n_q}, arithmetic);
   return o.mean_weights || o.row_weights || o.top_weights || o.column_sums || o.entropy;
 }
 

@@ -3,12 +3,22 @@
 // before all checks of a call have passed.
 #pragma once
 #include <initializer_list>
+#include <optional>
+#include <span>
 #include <string>
 
 #include "call.h"
 #include "qkv/attention.h"
 
 namespace qkv {
+
+/// Extents of the outputs of a call. Those of packed sequences have no batch axis, and `out` has its
+/// tokens in front.
+struct OutputShape {
+  std::optional<int64_t> batch;
+  int64_t num_heads, n_q, n_kv, head_dim_v;
+  int64_t num_keys;  // of column_sums: n_kv, or all keys of packed sequences
+};
 
 /// Every function throws Error, "<caller>: what is wrong, got <shapes>".
 class Check {
@@ -19,13 +29,22 @@ class Check {
   /// The last axis is contiguous and there is data. `what` names the tensor, as in "outputs.out".
   void layout(const ConstTensor& t, const char* what) const;
   /// Shape, element type and data.
-  void shape(const ConstTensor& t, const char* what, std::initializer_list<int64_t> shape,
+  void shape(const ConstTensor& t, const char* what, std::span<const int64_t> shape,
              DType dtype) const;
+  void shape(const ConstTensor& t, const char* what, std::initializer_list<int64_t> shape,
+             DType dtype) const {
+    this->shape(t, what, std::span(shape.begin(), shape.size()), dtype);
+  }
   /// shape(), and no element twice.
-  void output(const ConstTensor& t, const char* what, std::initializer_list<int64_t> shape,
+  void output(const ConstTensor& t, const char* what, std::span<const int64_t> shape,
               DType dtype) const;
-  /// Checks the forms of the weights; returns whether there are any.
-  bool forms(const AttentionOutputs& outputs, const MaskShape& shape, DType arithmetic) const;
+  void output(const ConstTensor& t, const char* what, std::initializer_list<int64_t> shape,
+              DType dtype) const {
+    output(t, what, std::span(shape.begin(), shape.size()), dtype);
+  }
+  /// Checks all that is wanted; returns whether there are forms of the weights.
+  bool outputs(const AttentionOutputs& outputs, const OutputShape& shape, DType out_dtype,
+               DType arithmetic) const;
   /// Where only full weights are made.
   void no_forms(const AttentionOutputs& outputs) const;
   /// Checks inputs and options; fills all of a call but its outputs. Numbers per head are kept per
@@ -38,6 +57,7 @@ class Check {
 
  private:
   void inputs(const ConstTensor& q, const ConstTensor& k, const ConstTensor& v) const;
+  bool forms(const AttentionOutputs& outputs, const OutputShape& shape, DType arithmetic) const;
   void per_head(const ConstTensor& t, const char* what, int64_t num_heads) const;
   void options(const AttentionOptions& options, const Call& call) const;
 

@@ -35,11 +35,6 @@ struct EntryCalls {
   /// (out_dtype): it was prepared.
   void run(const ConstTensor& q, DType out_dtype, const AttentionOutputs& outputs,
            const AttentionOptions& options) const;
-
- private:
-  void clear_padding(const ConstTensor& q, const AttentionOutputs& outputs,
-                     const AttentionOptions& options) const;
-  void clear_forms(const AttentionOutputs& outputs, int64_t b, const EntryWork& entry) const;
 };
 
 }  // namespace qkv

@@ -140,12 +140,13 @@ void KvCache::attend(ConstTensor q, const AttentionOutputs& outputs,
     check_positions(kAttend, queries.positions, c.batch, n_q);
     if (!m.rope) kAttend.refuse("positions are for rope, and this cache has none");
   }
-  if (c.num_sink_tokens > 0 && (!options.mask.is_full() || options.bias || options.alibi_slopes ||
-                                outputs.weights || options.dropout > 0))
-    kAttend.refuse(
-        "a cache with num_sink_tokens takes no mask, bias, alibi_slopes, dropout or weights");
-
-  if (c.num_sink_tokens > 0) kAttend.no_forms(outputs);
+  if (c.num_sink_tokens > 0) {
+    if (!options.mask.is_full() || options.bias || options.alibi_slopes || outputs.weights ||
+        options.dropout > 0)
+      kAttend.refuse(
+          "a cache with num_sink_tokens takes no mask, bias, alibi_slopes, dropout or weights");
+    kAttend.no_forms(outputs);
+  }
 
   std::vector<Rows> rows;
   for (size_t b = 0; b < m.entries.size(); ++b) {
@@ -219,13 +220,8 @@ void KvCache::attend(ConstTensor q, const AttentionOutputs& outputs,
                  lse_b = take(-1);
     list(false, true);
     for (size_t b = 0; b < work.size(); ++b) work[b].mask = causal;
-    if (outputs.out) {
-      kAttend.output(outputs.out, "outputs.out", {c.batch, query.shape[1], n_q, c.head_dim_v},
-                     q.dtype);
-      kAttend.layout(outputs.out, "outputs.out");
-    }
-    if (outputs.lse)
-      kAttend.output(outputs.lse, "outputs.lse", {c.batch, query.shape[1], n_q}, lse_a.dtype);
+    kAttend.outputs(outputs, {c.batch, query.shape[1], n_q, 0, c.head_dim_v, 0}, q.dtype,
+                    lse_a.dtype);
     calls.run(query, out_b.dtype, {out_b, lse_b, {}}, options);
     list(true, false);
     bool same = true;

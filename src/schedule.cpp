@@ -87,8 +87,8 @@ class Schedule {
   bool items_differ() const { return maker_.has_ranges() && !is_small_; }
 
   // What is left when all items are done.
-  void run_weight_pass(int threads, Executor* executor) const {
-    if (needs_states(call_)) WeightPass(call_, cut_, maker_, states_).run(threads, executor);
+  void add_weight_pass(std::deque<WeightPass>* passes) const {
+    if (needs_states(call_)) passes->emplace_back(call_, cut_, maker_, states_);
   }
 
   void run_item(int64_t item) {
@@ -315,22 +315,17 @@ void Schedule::run_part(int64_t block, int64_t split, TaskMemory* memory) {
 // Items of one or several calls as the tickets of one job.
 struct Job {
   std::deque<Schedule> schedules;
-  std::vector<int64_t> first;  // item of the job at which each schedule begins, and the end
+  ItemList items;
   std::vector<int64_t> order;  // items, longest first; empty: as they come
   int64_t per_ticket = 1;
 
-  Schedule& schedule_of(int64_t* item) {
-    const auto at = std::upper_bound(first.begin(), first.end(), *item) - first.begin() - 1;
-    *item -= first[static_cast<size_t>(at)];
-    return schedules[static_cast<size_t>(at)];
-  }
   void run_item(int64_t item) {
-    Schedule& schedule = schedule_of(&item);
-    schedule.run_item(item);
+    const size_t schedule = items.find(&item);
+    schedules[schedule].run_item(item);
   }
   static void run_ticket(void* self, int64_t ticket) {
     Job& job = *static_cast<Job*>(self);
-    const int64_t end = std::min(job.first.back(), (ticket + 1) * job.per_ticket);
+    const int64_t end = std::min(job.items.size(), (ticket + 1) * job.per_ticket);
     for (int64_t i = ticket * job.per_ticket; i < end; ++i)
       job.run_item(job.order.empty() ? i : job.order[static_cast<size_t>(i)]);
   }
@@ -352,27 +347,33 @@ void run(std::span<const Call> calls) {
         !options.executor) {
       schedule.use_memory(static_cast<char*>(memory.reserve(schedule.memory_bytes())));
       for (int64_t i = 0; i < schedule.num_items(); ++i) schedule.run_item(i);
-      schedule.run_weight_pass(1, nullptr);
+      if (needs_states(calls[0])) {
+        std::deque<WeightPass> passes;
+        schedule.add_weight_pass(&passes);
+        WeightPass::run(passes, 1, nullptr);
+      }
       return;
     }
   }
   Job job;
-  int64_t items = 0, bytes = 0, most_flop = 0;
+  int64_t bytes = 0, most_flop = 0;
   double flop = 0;
   bool differ = calls.size() > 1;
   for (const Call& call : calls) {
     const Schedule& s = job.schedules.emplace_back(call);
-    job.first.push_back(items);
-    items += s.num_items(), bytes += s.memory_bytes();
+    job.items.add(s.num_items());
+    bytes += s.memory_bytes();
     flop += static_cast<double>(s.item_flop()) * static_cast<double>(s.num_items());
     if (s.num_items() > 0) most_flop = std::max(most_flop, s.item_flop());
     differ |= s.items_differ();
   }
-  job.first.push_back(items);
+  const int64_t items = job.items.size();
   char* at = static_cast<char*>(memory.reserve(bytes));
   for (Schedule& s : job.schedules) s.use_memory(at), at += s.memory_bytes();
   const auto finish = [&](int threads) {
-    for (const Schedule& s : job.schedules) s.run_weight_pass(threads, options.executor);
+    std::deque<WeightPass> passes;
+    for (const Schedule& s : job.schedules) s.add_weight_pass(&passes);
+    WeightPass::run(passes, threads, options.executor);
   };
   if (items == 0) return finish(1);
   const int threads =
@@ -387,8 +388,8 @@ void run(std::span<const Call> calls) {
     std::vector<int64_t> keys(static_cast<size_t>(items));
     for (int64_t i = 0; i < items; ++i) {
       int64_t item = i;
-      const Schedule& s = job.schedule_of(&item);
-      keys[static_cast<size_t>(i)] = s.visible_keys(item);
+      const size_t schedule = job.items.find(&item);
+      keys[static_cast<size_t>(i)] = job.schedules[schedule].visible_keys(item);
     }
     job.order.resize(static_cast<size_t>(items));
     std::iota(job.order.begin(), job.order.end(), int64_t{0});

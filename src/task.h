@@ -2,6 +2,7 @@
 // Tier: schedule. The kernel's view of some rows of a call: pointers instead of tensors, visible
 // ranges instead of mask kinds. Forward and backward make their tasks here.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -27,6 +28,23 @@ struct TaskPlace {
 inline void* group_pointer(const Call& call, const Tensor& t, const TaskPlace& place) {
   return element_pointer(t, place.b * t.stride[0] + place.h_kv * call.group_size * t.stride[1]);
 }
+
+/// Items of several lists, one list behind the other.
+class ItemList {
+ public:
+  void add(int64_t items) { end_.push_back(size() + items); }
+  int64_t size() const { return end_.empty() ? 0 : end_.back(); }
+  /// The list of an item; *item becomes its place there.
+  size_t find(int64_t* item) const {
+    const auto list =
+        static_cast<size_t>(std::upper_bound(end_.begin(), end_.end(), *item) - end_.begin());
+    if (list > 0) *item -= end_[list - 1];
+    return list;
+  }
+
+ private:
+  std::vector<int64_t> end_;  // of each list
+};
 
 /// What a task points to, kept per thread: no allocation from the second call on.
 struct TaskMemory {

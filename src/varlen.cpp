@@ -2,10 +2,12 @@
 // Tier: plan. attention_varlen(): every sequence is a call on views of the packed rows; all of them are one job.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "call.h"
 #include "check.h"
+#include "output_parts.h"
 #include "qkv/attention.h"
 
 namespace qkv {
@@ -53,6 +55,25 @@ View sequence(const View& t, int64_t begin, int64_t end) {
   return view;
 }
 
+// Results [num_heads, total, ...] with a batch axis in front; likewise [total_q, longest].
+Tensor with_batch(Tensor t) {
+  if (!t) return t;
+  for (int a = t.rank; a > 0; --a) t.shape[a] = t.shape[a - 1], t.stride[a] = t.stride[a - 1];
+  t.shape[0] = 1, t.stride[0] = 0;
+  ++t.rank;
+  return t;
+}
+
+// The outputs of one batch entry whose queries are those of all sequences.
+AttentionOutputs with_batch(const AttentionOutputs& packed) {
+  AttentionOutputs o = packed;
+  if (o.out) o.out = sequence(o.out, 0, o.out.shape[0]);
+  for (Tensor* t : {&o.lse, &o.weights, &o.mean_weights, &o.row_weights, &o.top_weights,
+                    &o.top_keys, &o.column_sums, &o.entropy})
+    *t = with_batch(*t);
+  return o;
+}
+
 }  // namespace
 
 void attention_varlen(ConstTensor q, ConstTensor k, ConstTensor v, ConstTensor cu_seqlens_q,
@@ -72,39 +93,27 @@ void attention_varlen(ConstTensor q, ConstTensor k, ConstTensor v, ConstTensor c
     kCheck.refuse(fmt::format("cu_seqlens_q and cu_seqlens_kv differ in length, got {} and {}",
                               shape_text(cu_seqlens_q), shape_text(cu_seqlens_kv)));
   }
-  if (outputs.weights)
-    kCheck.refuse("weights of packed sequences are ragged and cannot be returned");
-  kCheck.no_forms(outputs);
-  const DType arithmetic = q.dtype == DType::f64 ? DType::f64 : DType::f32;
-  if (outputs.out) {
-    kCheck.output(outputs.out, "outputs.out", {q.shape[0], q.shape[1], v.shape[2]}, q.dtype);
-    kCheck.layout(outputs.out, "outputs.out");
-  }
-  if (outputs.lse) kCheck.output(outputs.lse, "outputs.lse", {q.shape[1], q.shape[0]}, arithmetic);
-
   const int64_t sequences = static_cast<int64_t>(at_q.size()) - 1;
+  int64_t longest = 0;
+  for (size_t s = 1; s < at_kv.size(); ++s) longest = std::max(longest, at_kv[s] - at_kv[s - 1]);
+  kCheck.outputs(outputs, {{}, q.shape[1], q.shape[0], longest, v.shape[2], k.shape[0]}, q.dtype,
+                 q.dtype == DType::f64 ? DType::f64 : DType::f32);
+
+  const AttentionOutputs entry = with_batch(outputs);
+  OutputParts parts(entry);
   std::vector<Call> calls;
+  std::vector<OutputPart> all;
   calls.reserve(static_cast<size_t>(sequences));
   for (int64_t s = 0; s < sequences; ++s) {
     const int64_t q0 = at_q[static_cast<size_t>(s)], q1 = at_q[static_cast<size_t>(s) + 1];
     const int64_t k0 = at_kv[static_cast<size_t>(s)], k1 = at_kv[static_cast<size_t>(s) + 1];
     Call call = kCheck.call(sequence(q, q0, q1), sequence(k, k0, k1), sequence(v, k0, k1), options,
                             s, sequences);
-    if (outputs.out) call.out = sequence(outputs.out, q0, q1);
-    if (outputs.lse) {
-      call.lse = outputs.lse;
-      call.lse.rank = 3;
-      call.lse.shape[0] = 1, call.lse.shape[1] = q.shape[1], call.lse.shape[2] = q1 - q0;
-      call.lse.stride[0] = 0, call.lse.stride[1] = outputs.lse.stride[0],
-      call.lse.stride[2] = outputs.lse.stride[1];
-      if (outputs.lse.data) {
-        call.lse.data = static_cast<char*>(outputs.lse.data) +
-                        q0 * outputs.lse.stride[1] * size_bytes(arithmetic);
-      }
-    }
+    parts.use(all.emplace_back(OutputPart{0, 1, q0, q1 - q0, k0, k1 - k0}), &call);
     calls.push_back(call);
   }
   run(calls);
+  for (const OutputPart& part : all) parts.clear_keys(part);
 }
 
 }  // namespace qkv

@@ -58,16 +58,14 @@ WeightPass::WeightPass(const Call& call, const Cut& cut, const TaskMaker& maker,
 }
 
 void WeightPass::find_runs() {
-  const ConstTensor& rows = call_.forms->weight_rows;
   const int64_t most = mean_tokens_;  // tokens of a task
-  for (int64_t slot = 0; slot < rows.shape[0]; ++slot) {
-    const int64_t token = static_cast<const int64_t*>(rows.data)[slot * rows.stride[0]];
-    const bool follows = !runs_.empty() && runs_.back().token + runs_.back().count == token &&
-                         runs_.back().count < most;
-    if (follows) {
+  for (const WeightRow& row : call_.weight_rows) {
+    const Run* last = runs_.empty() ? nullptr : &runs_.back();
+    if (last && last->token + last->count == row.token && last->slot + last->count == row.slot &&
+        last->count < most) {
       ++runs_.back().count;
     } else {
-      runs_.push_back({slot, token, 1});
+      runs_.push_back({row.slot, row.token, 1});
     }
   }
 }
@@ -176,23 +174,38 @@ void WeightPass::store_rows(int64_t pair, const Run& run, const Keys& keys) cons
             });
 }
 
-void WeightPass::run(int num_threads, Executor* executor) const {
-  const int64_t items = num_items();
-  if (items == 0) return;
-  const int threads = std::min(num_threads, useful_threads(item_flop(), items, num_threads));
-  if (threads <= 1 && !executor) {
-    for (int64_t i = 0; i < items; ++i) run_item(i);
-    return;
-  }
+void WeightPass::run(const std::deque<WeightPass>& passes, int num_threads, Executor* executor) {
   struct Tickets {
-    const WeightPass& pass;
-    int64_t items, per_ticket;
+    const std::deque<WeightPass>& passes;
+    ItemList items;
+    int64_t per_ticket;
+    void run_item(int64_t item) const {
+      const size_t pass = items.find(&item);
+      passes[pass].run_item(item);
+    }
     static void run(void* self, int64_t ticket) {
       const Tickets& t = *static_cast<Tickets*>(self);
-      const int64_t end = std::min(t.items, (ticket + 1) * t.per_ticket);
-      for (int64_t i = ticket * t.per_ticket; i < end; ++i) t.pass.run_item(i);
+      const int64_t end = std::min(t.items.size(), (ticket + 1) * t.per_ticket);
+      for (int64_t i = ticket * t.per_ticket; i < end; ++i) t.run_item(i);
     }
-  } tickets{*this, items, items_per_ticket(item_flop())};
+  } tickets{passes, {}, 1};
+  int64_t most_flop = 0;
+  double flop = 0;
+  for (const WeightPass& pass : passes) {
+    tickets.items.add(pass.num_items());
+    if (pass.num_items() == 0) continue;
+    flop += static_cast<double>(pass.item_flop()) * static_cast<double>(pass.num_items());
+    most_flop = std::max(most_flop, pass.item_flop());
+  }
+  const int64_t items = tickets.items.size();
+  if (items == 0) return;
+  const int threads =
+      useful_threads(static_cast<int64_t>(flop / static_cast<double>(items)), items, num_threads);
+  if (threads <= 1 && !executor) {
+    for (int64_t i = 0; i < items; ++i) tickets.run_item(i);
+    return;
+  }
+  tickets.per_ticket = items_per_ticket(most_flop);
   (executor ? *executor : default_executor())
       .run(divide_up(items, tickets.per_ticket), std::max(threads, 1), &Tickets::run, &tickets);
 }

@@ -4,6 +4,7 @@
 // is its own, and sums run in the order of rows and heads, so who runs which item changes no bit.
 #pragma once
 #include <cstdint>
+#include <deque>
 #include <vector>
 
 #include "call.h"
@@ -29,11 +30,11 @@ class WeightPass {
   /// Of an average item.
   int64_t item_flop() const;
   void run_item(int64_t item) const;
-  /// All items, on at most num_threads threads. executor: the caller's or nullptr.
-  void run(int num_threads, Executor* executor) const;
+  /// All items of all passes, on at most num_threads threads. executor: the caller's or nullptr.
+  static void run(const std::deque<WeightPass>& passes, int num_threads, Executor* executor);
 
  private:
-  // Rows of weight_rows that follow each other: rows [slot, slot + count) hold tokens from `token` on.
+  // Weight rows that follow each other: rows [slot, slot + count) hold tokens from `token` on.
   struct Run {
     int64_t slot, token, count;
   };

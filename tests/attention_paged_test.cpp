@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "qkv/kv_cache.h"
+#include "support/all_outputs.h"
 #include "support/files.h"
-#include "support/run_attention.h"
 
 namespace qkv::test {
 namespace {
@@ -22,7 +22,7 @@ TEST(AttentionPaged, TheBitsOfAttention_SlotsBehindALengthAreNotRead) {
         const int64_t lengths[] = {170, 0, 99}, max_pages = 170 / page_size + 2;
         const int64_t num_pages = 3 * max_pages;
         const DType q_dtype = dtype == DType::f64 ? DType::f64 : DType::f32;
-        TestTensor q(q_dtype, {3, 4, n_q, 24}), out(q_dtype, {3, 4, n_q, 16});
+        TestTensor q(q_dtype, {3, 4, n_q, 24});
         q.fill_random(random);
         // Pages in any order; what no token fills stays NaN.
         TestTensor k(dtype, {num_pages, page_size, 2, 24}), v(dtype, {num_pages, page_size, 2, 16});
@@ -49,16 +49,19 @@ TEST(AttentionPaged, TheBitsOfAttention_SlotsBehindALengthAreNotRead) {
           }
           alone.push_back(std::move(p));
         }
+        const std::vector<int64_t> rows = {0, n_q - 1, n_q / 2};
+        const AllOutputs all(q_dtype, {3, 4, 2, n_q, 170, 24, 16}, rows, 5);
         attention_paged(q, k, v, ConstTensor(table.data(), {3, max_pages}),
-                        ConstTensor(lengths, {3}), {.out = out.view()});
-        for (int64_t b = 0; b < 3; ++b) {
+                        ConstTensor(lengths, {3}), all.view());
+        expect_padding(all, 1, 0, n_q);
+        expect_no_columns(all, 1, 0), expect_no_columns(all, 2, lengths[2]);
+        for (const int64_t b : {0, 2}) {
           AttentionOptions o;
           o.mask = Mask::causal_bottom_right();
-          const Results want = run_attention(alone[static_cast<size_t>(b)], o);
-          for (int64_t h = 0; h < 4; ++h)
-            for (int64_t i = 0; i < n_q; ++i)
-              for (int64_t d = 0; d < 16; ++d)
-                ASSERT_EQ(out.get(b, h, i, d), want.out.get(0, h, i, d));
+          const Problem& p = alone[static_cast<size_t>(b)];
+          const AllOutputs one(q_dtype, p.extents, rows, 5);
+          attention(p.q, p.k, p.v, one.view(), o);
+          expect_part(all, b, 0, 0, one, "page_size " + std::to_string(page_size));
         }
       }
 }

@@ -10,7 +10,6 @@
 
 #include "element.h"
 #include "mask_terms.h"
-#include "qkv/kv_cache.h"
 #include "qkv/plan.h"
 #include "support/peak_memory.h"
 #include "support/run_attention.h"
@@ -370,65 +369,6 @@ TEST(WeightPass, EqualWeights_ComeByRisingKey) {
     for (int64_t i = 0; i < n_q; ++i)
       for (int64_t n = 0; n < 10; ++n) EXPECT_EQ(f.top_keys.get(0, 1, i, n), n);
     expect_forms(p, {{0}, 10});
-  }
-}
-
-// Entries of different lengths, the last one shorter than the queries: its first row is padding.
-TEST(WeightPass, Cache_GivesTheFormsOfEachEntryAlone) {
-  const std::vector<int64_t> lengths = {600, 37, 1};
-  constexpr int64_t kHeads = 4, kKvHeads = 2, kLongest = 600, kQueries = 2, kDim = 8;
-  for (const KvCacheKind kind : {KvCacheKind::contiguous, KvCacheKind::paged}) {
-    std::mt19937_64 random(17);
-    Problem p =
-        make_problem({3, kHeads, kKvHeads, kQueries, kLongest, kDim, kDim}, DType::f32, random);
-    KvCacheConfig config;
-    config.batch = 3, config.num_kv_heads = kKvHeads, config.kind = kind;
-    config.head_dim_qk = config.head_dim_v = kDim;
-    KvCache cache(config);
-    cache.append(p.k, p.v, {.counts = lengths});
-    TestTensor out(DType::f32, {3, kHeads, kQueries, kDim});
-    TestTensor mean(DType::f32, {3, kQueries, kLongest}), sums(DType::f32, {3, kHeads, kLongest});
-    TestTensor top(DType::f32, {3, kHeads, kQueries, 5}),
-        keys(DType::i64, {3, kHeads, kQueries, 5});
-    TestTensor entropy(DType::f32, {3, kHeads, kQueries});
-    cache.attend(p.q, {.out = out.view(),
-                       .mean_weights = mean.view(),
-                       .top_weights = top.view(),
-                       .top_keys = keys.view(),
-                       .column_sums = sums.view(),
-                       .entropy = entropy.view()});
-    for (int64_t b = 0; b < 3; ++b) {
-      const int64_t n = lengths[static_cast<size_t>(b)], rows = std::min(n, kQueries);
-      const int64_t padding = kQueries - rows;
-      Problem alone = make_problem({1, kHeads, kKvHeads, rows, n, kDim, kDim}, DType::f32, random);
-      for (int64_t d = 0; d < kDim; ++d) {
-        for (int64_t h = 0; h < kHeads; ++h)
-          for (int64_t i = 0; i < rows; ++i) alone.q.set(0, h, i, d, p.q.get(b, h, padding + i, d));
-        for (int64_t h = 0; h < kKvHeads; ++h)
-          for (int64_t j = 0; j < n; ++j)
-            alone.k.set(0, h, j, d, p.k.get(b, h, j, d)),
-                alone.v.set(0, h, j, d, p.v.get(b, h, j, d));
-      }
-      alone.options.mask = Mask::causal_bottom_right();
-      const Forms want = run_forms(alone, alone.options, {{}, 5});
-      for (int64_t h = 0; h < kHeads; ++h) {
-        for (int64_t j = 0; j < kLongest; ++j)
-          ASSERT_EQ(sums.get(b, h, j, 0), j < n ? want.sums.get(0, h, j, 0) : 0) << b << " " << j;
-        for (int64_t i = 0; i < kQueries; ++i) {
-          const bool real = i >= padding;
-          EXPECT_EQ(entropy.get(b, h, i, 0), real ? want.entropy.get(0, h, i - padding, 0) : 0);
-          for (int64_t x = 0; x < 5; ++x) {
-            EXPECT_EQ(top.get(b, h, i, x), real ? want.top.get(0, h, i - padding, x) : 0);
-            EXPECT_EQ(keys.get(b, h, i, x), real ? want.top_keys.get(0, h, i - padding, x) : -1);
-          }
-        }
-      }
-      for (int64_t i = 0; i < kQueries; ++i)
-        for (int64_t j = 0; j < kLongest; ++j)
-          ASSERT_EQ(mean.get(b, i, j, 0),
-                    i >= padding && j < n ? want.mean.get(0, i - padding, j, 0) : 0)
-              << b << " " << i << " " << j;
-    }
   }
 }
 

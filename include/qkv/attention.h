@@ -99,10 +99,20 @@ QKV_EXPORT void attention(ConstTensor q, ConstTensor k, ConstTensor v,
 ///   outputs.out      [total_q,  num_heads,    head_dim_v]
 ///   outputs.lse      [num_heads, total_q]
 ///
+/// Weights and their forms have no batch axis. Keys of a row are counted within its sequence; longest
+/// is the largest number of keys of a sequence, and what a shorter one lacks is 0:
+///
+///   weights          [num_heads, total_q, longest]
+///   mean_weights     [total_q, longest]
+///   row_weights      [num_heads, n_rows, longest]   weight_rows are packed rows, in [0, total_q)
+///   top_weights      [num_heads, total_q, k]
+///   top_keys         [num_heads, total_q, k]
+///   column_sums      [num_heads, total_kv]          packed as k
+///   entropy          [num_heads, total_q]
+///
 /// The same bits as one call per sequence. A mask means what it means for that sequence alone (causal
 /// bottom-right: the last query of a sequence sees its last key); lengths and per-batch documents have
-/// one entry per sequence. Sequences may be empty. Weights and their forms are refused: most would be
-/// ragged.
+/// one entry per sequence. Sequences may be empty.
 /// One job for all sequences; no copies. Errors, numerics and threads as attention().
 QKV_EXPORT void attention_varlen(ConstTensor q, ConstTensor k, ConstTensor v,
                                  ConstTensor cu_seqlens_q, ConstTensor cu_seqlens_kv,

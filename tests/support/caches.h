@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "qkv/kv_cache.h"
+#include "support/all_outputs.h"
 #include "support/tensors.h"
 
 namespace qkv::test {
@@ -63,6 +64,11 @@ class CacheModel {
 
   /// counts[b] new tokens for entry b.
   void append(const std::vector<int64_t>& counts) {
+    append(counts, {}, [](auto&& append) { append(); });
+  }
+  /// The same; `call` gets a function that appends, and returns when that has succeeded.
+  template <class Call>
+  void append(const std::vector<int64_t>& counts, KvAppendOptions options, Call call) {
     const int64_t n = *std::max_element(counts.begin(), counts.end()) + draw(2);
     TestTensor k(input(), {config_.batch, config_.num_kv_heads, n, config_.head_dim_qk});
     TestTensor v(input(), {config_.batch, config_.num_kv_heads, n, config_.head_dim_v});
@@ -81,7 +87,8 @@ class CacheModel {
       EXPECT_THROW(cache.append(k.view(), v.view(), {.counts = counts}), Error);
       return;
     }
-    cache.append(k.view(), v.view(), {.counts = counts});
+    options.counts = counts;
+    call([&] { cache.append(k.view(), v.view(), options); });
     take(k, v, counts);
   }
   /// All tokens of another cache whose entries have one length, at once.
@@ -197,10 +204,8 @@ class CacheModel {
 
   /// attend() has the bits of attention() on the listed tokens of each entry alone; where that has
   /// no such call (i8, kept tokens), those of a contiguous cache of one entry, filled at once.
-  void expect_attends(int64_t n_q) {
+  void expect_attends(int64_t n_q, bool with_forms = true) {
     const TestTensor q = random_query(n_q);
-    TestTensor out(input(), {config_.batch, kHeads, n_q, config_.head_dim_v});
-    TestTensor lse(input(), {config_.batch, kHeads, n_q});
     bool guaranteed = true, held = true;
     int64_t longest = 0;
     for (int64_t b = 0; b < config_.batch; ++b) {
@@ -210,32 +215,34 @@ class CacheModel {
       held &=
           n == 0 || cache.first_token(b) <= std::max(kept(), length(b) - n - config_.window + 1);
     }
+    with_forms &= config_.num_sink_tokens == 0;  // no weights where tokens are kept
+    const auto outputs = [&](int64_t batch, int64_t rows, int64_t keys,
+                             const std::vector<int64_t>& weight_rows) {
+      const Extents e{
+          batch, kHeads, config_.num_kv_heads, rows, keys, config_.head_dim_qk, config_.head_dim_v};
+      return with_forms ? AllOutputs(input(), e, weight_rows, 3) : AllOutputs(input(), e);
+    };
+    const AllOutputs all = outputs(config_.batch, n_q, longest, {n_q - 1, 0, draw(n_q)});
     if (n_q > longest || (config_.kind == KvCacheKind::ring && !held)) {
       EXPECT_FALSE(n_q <= longest && guaranteed) << "a ring holds what its last append may see";
-      EXPECT_THROW(cache.attend(q.view(), {.out = out.view()}), Error);
+      EXPECT_THROW(cache.attend(q.view(), all.view()), Error);
       return;
     }
-    cache.attend(q.view(), {.out = out.view(), .lse = lse.view()});
+    cache.attend(q.view(), all.view());
     for (int64_t b = 0; b < config_.batch; ++b) {
-      const int64_t n = std::min(n_q, length(b));
+      const int64_t n = std::min(n_q, length(b)), padding = n_q - n;
       TestTensor own_q(input(), {1, kHeads, n, config_.head_dim_qk});
-      TestTensor own_out(input(), {1, kHeads, n, config_.head_dim_v});
-      TestTensor own_lse(input(), {1, kHeads, n});
       for (int64_t h = 0; h < kHeads; ++h)
         for (int64_t i = 0; i < n; ++i)
           for (int64_t d = 0; d < config_.head_dim_qk; ++d)
-            own_q.set(0, h, i, d, q.get(b, h, n_q - n + i, d));
-      attend_alone(b, own_q, {.out = own_out.view(), .lse = own_lse.view()});
-      for (int64_t h = 0; h < kHeads; ++h)
-        for (int64_t i = 0; i < n_q; ++i) {
-          const int64_t own = i - (n_q - n);
-          const double want_lse = own < 0 ? -std::numeric_limits<double>::infinity()
-                                          : element(own_lse.view(), own_lse.offset(0, h, own));
-          ASSERT_EQ(element(lse.view(), lse.offset(b, h, i)), want_lse) << text_of(config_);
-          for (int64_t d = 0; d < config_.head_dim_v; ++d)
-            ASSERT_EQ(out.get(b, h, i, d), own < 0 ? 0 : own_out.get(0, h, own, d))
-                << text_of(config_) << " entry " << b << " of length " << length(b);
-        }
+            own_q.set(0, h, i, d, q.get(b, h, padding + i, d));
+      const AllOutputs alone = outputs(1, n, length(b), rows_within(all.weight_rows, padding, n));
+      attend_alone(b, own_q, alone.view());
+      const std::string text = text_of(config_) + ", length " + std::to_string(length(b));
+      expect_part(all, b, padding, 0, alone, text);
+      expect_padding(all, b, 0, padding);
+      if (with_forms) expect_no_columns(all, b, length(b));
+      if (testing::Test::HasFailure()) return;
     }
   }
   /// Two caches of the same tokens give the same bits.
