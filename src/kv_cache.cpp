@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tier: call. KvCache: configuration, append, truncate, fork. kv_cache_impl.h says where tokens lie,
-// kv_cache_attend.cpp attends, kv_cache_file.cpp saves and loads.
+// Tier: call. KvCache: configuration, truncate, fork. kv_cache_impl.h says where tokens lie,
+// kv_cache_append.cpp appends, kv_cache_attend.cpp attends, kv_cache_file.cpp saves and loads.
 #include "qkv/kv_cache.h"
 
 #include <fmt/format.h>
@@ -11,7 +11,6 @@
 #include "check.h"
 #include "checked_sizes.h"
 #include "kv_cache_impl.h"
-#include "positions.h"
 
 namespace qkv {
 namespace {
@@ -33,8 +32,6 @@ void check_config(const KvCacheConfig& c) {
   if (!(c.norm_eps >= 0) || !std::isfinite(c.norm_eps))
     refuse(fmt::format("norm_eps must be finite and not negative, got {}", c.norm_eps));
 }
-
-const Check kAppend("KvCache::append");
 
 }  // namespace
 
@@ -221,93 +218,6 @@ std::vector<KvCacheSegment> KvCache::segments(int64_t entry, int64_t h_kv) const
   return all;
 }
 
-void KvCache::append(ConstTensor k, ConstTensor v, const KvAppendOptions& options) {
-  Impl& m = *impl_;
-  const KvCacheConfig& c = m.config;
-  const auto check = [&](const ConstTensor& t, const char* what, int64_t dim) {
-    if (t.rank != 4 || t.shape[0] != c.batch || t.shape[1] != c.num_kv_heads || t.shape[3] != dim)
-      kAppend.refuse(fmt::format("{} needs shape [{}, {}, n, {}], got {}", what, c.batch,
-                                 c.num_kv_heads, dim, shape_text(t)));
-    if (!info(t.dtype).is_float)
-      kAppend.refuse(fmt::format("{} must be floating point, got {}", what, name(t.dtype)));
-    kAppend.layout(t, what);
-  };
-  check(k, "k", c.head_dim_qk);
-  check(v, "v", c.head_dim_v);
-  const int64_t n = k.shape[2];
-  if (v.shape[2] != n)
-    kAppend.refuse(
-        fmt::format("k and v differ in tokens, got k {} and v {}", shape_text(k), shape_text(v)));
-  if (!options.counts.empty() && static_cast<int64_t>(options.counts.size()) != c.batch)
-    kAppend.refuse(fmt::format("counts need one number per batch entry, {}, got {}", c.batch,
-                               options.counts.size()));
-  const auto count = [&](size_t b) { return options.counts.empty() ? n : options.counts[b]; };
-  for (size_t b = 0; b < m.entries.size(); ++b) {
-    if (count(b) < 0 || count(b) > n)
-      kAppend.refuse(
-          fmt::format("a count must lie in [0, {}], got {} and k {}", n, count(b), shape_text(k)));
-    const bool is_callers = !m.entries[b].blocks.empty() && m.entries[b].blocks[0]->is_callers;
-    const bool is_bounded = !m.is_ring() && (c.capacity > 0 || is_callers);
-    if (is_bounded && m.lengths[b] + count(b) > c.capacity)
-      kAppend.refuse(fmt::format("{} tokens do not fit, length {} of capacity {}, got k {}",
-                                 count(b), m.lengths[b], c.capacity, shape_text(k)));
-  }
-  if (options.positions) {
-    check_positions(kAppend, options.positions, c.batch, n);
-    if (!m.rope) kAppend.refuse("positions are for rope, and this cache has none");
-  }
-
-  for (size_t b = 0; b < m.entries.size(); ++b)
-    if (count(b) > 0) m.make_room(b, m.lengths[b], m.lengths[b] + count(b));
-  RowSteps k_steps;
-  k_steps.norm = &c.k_norm, k_steps.norm_eps = c.norm_eps;
-  std::optional<RopeTable> table = m.rope;
-  std::vector<int64_t> positions;
-  if (table) k_steps.rope = &*table;
-  const int64_t element = size_bytes(c.dtype);
-  for (size_t b = 0; b < m.entries.size(); ++b) {
-    Impl::Entry& e = m.entries[b];
-    const int64_t begin = m.lengths[b], end = begin + count(b);
-    if (begin == end) continue;
-    if (table) {
-      std::vector<int64_t> wanted;
-      if (options.positions) {
-        wanted = positions_of(options.positions, static_cast<int64_t>(b));
-      } else {
-        for (int64_t t = begin; t < end; ++t) wanted.push_back(t);
-      }
-      if (wanted != positions) table->fill(positions = std::move(wanted));
-    }
-    m.for_each_run(e, begin, end, [&](KvBlock& block, int64_t slot, int64_t token, int64_t rows) {
-      for (int64_t h = 0; h < c.num_kv_heads; ++h) {
-        const auto job = [&](const ConstTensor& t, char* to, int64_t head_stride,
-                             int64_t row_stride, float* scales, int64_t dim) {
-          const int64_t at = static_cast<int64_t>(b) * t.stride[0] + h * t.stride[1];
-          return RowsJob{static_cast<const char*>(t.data) + at * size_bytes(t.dtype),
-                         t.dtype,
-                         t.stride[2],
-                         to + (h * head_stride + slot * row_stride) * element,
-                         c.dtype,
-                         row_stride,
-                         scales ? scales + h * block.slots + slot : nullptr,
-                         token - begin,
-                         rows,
-                         dim};
-        };
-        write_rows(job(k, block.k, block.k_head_stride, m.sizes.k_row_stride, block.k_scale,
-                       c.head_dim_qk),
-                   k_steps, &m.k_sums);
-        write_rows(
-            job(v, block.v, block.v_head_stride, m.sizes.v_row_stride, block.v_scale, c.head_dim_v),
-            RowSteps{}, &m.v_sums);
-      }
-    });
-    if (c.dtype == DType::i8) m.num_rows += (end - begin) * c.num_kv_heads;
-    m.lengths[b] = end;
-    if (m.is_ring()) e.first = std::max(e.first, end - (e.blocks[0]->slots - m.kept()));
-  }
-}
-
 void KvCache::truncate(int64_t n) {
   if (n < 0) throw Error(fmt::format("KvCache::truncate: n must not be negative, got {}", n));
   truncate(std::vector<int64_t>(impl_->lengths.size(), n));
@@ -353,10 +263,11 @@ void KvCache::keep_of_last(int64_t n, std::span<const int64_t> places) {
       throw Error(fmt::format(
           "KvCache::keep_of_last: places must ascend within [0, {}), got {} at index {}", n,
           places[i], i));
+  const auto kept = static_cast<int64_t>(places.size());
+  if (kept > 0 && places.back() >= kept)  // else nothing moves
+    for (size_t b = 0; b < m.entries.size(); ++b) m.make_room(b, m.lengths[b] - n, m.lengths[b]);
   for (size_t b = 0; b < m.entries.size(); ++b) {
     const int64_t base = m.lengths[b] - n;
-    const auto kept = static_cast<int64_t>(places.size());
-    if (kept > 0 && places.back() >= kept) m.make_room(b, base, m.lengths[b]);
     Impl::Entry& e = m.entries[b];
     for (int64_t i = 0; i < kept; ++i) {
       const int64_t from = base + places[static_cast<size_t>(i)], to = base + i;

@@ -22,6 +22,8 @@ struct KvCache::Impl {
     int64_t first = 0;  // ring: the first token that is held, apart from the kept ones
   };
 
+  struct Append;  // kv_cache_append.cpp
+
   KvCacheConfig config;
   KvSizes sizes;
   std::vector<Entry> entries;

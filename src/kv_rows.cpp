@@ -46,22 +46,21 @@ void quantise(const float* x, int64_t dim, int8_t* to, float* scale, QuantSums* 
 
 template <class T>
 void write(const RowsJob& j, const RowSteps& steps, QuantSums* sums) {
-  std::vector<T> row(static_cast<size_t>(j.dim));
+  T* row = static_cast<T*>(j.row);
   const char* from = static_cast<const char*>(j.from);
   char* to = static_cast<char*>(j.to);
   const int64_t from_bytes = j.from_stride * size_bytes(j.from_dtype);
   const int64_t to_bytes = j.to_stride * size_bytes(j.to_dtype);
   for (int64_t i = 0; i < j.n; ++i) {
-    load_row(from + (j.first + i) * from_bytes, j.from_dtype, j.dim, row.data());
-    steps.apply(j.first + i, j.dim, row.data());
+    load_row(from + (j.first + i) * from_bytes, j.from_dtype, j.dim, row);
+    steps.apply(j.first + i, j.dim, row);
     if constexpr (sizeof(T) == 4) {
       if (j.to_dtype == DType::i8) {
-        quantise(row.data(), j.dim, reinterpret_cast<int8_t*>(to + i * to_bytes), j.scale + i,
-                 sums);
+        quantise(row, j.dim, reinterpret_cast<int8_t*>(to + i * to_bytes), j.scale + i, sums);
         continue;
       }
     }
-    store_row(row.data(), j.dim, to + i * to_bytes, j.to_dtype);
+    store_row(row, j.dim, to + i * to_bytes, j.to_dtype);
   }
 }
 

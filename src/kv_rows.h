@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tier: plan. Rows on their way into a KvCache: norm, rope, and rounding to the type of the cache.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -26,10 +27,15 @@ struct RowSteps {
 struct QuantSums {
   double max_abs = 0, max_relative = 0, squares = 0;
   int64_t elements = 0;
+  void add(const QuantSums& o) {
+    max_abs = std::max(max_abs, o.max_abs), max_relative = std::max(max_relative, o.max_relative);
+    squares += o.squares, elements += o.elements;
+  }
 };
 
 /// n rows of one head: tokens [first, first + n) of `from`, whose rows are from_stride elements apart,
-/// to rows to_stride apart. scale and sums are used for i8 only.
+/// to rows to_stride apart. scale and sums are used for i8 only; row is room for dim doubles.
+/// Allocates nothing.
 struct RowsJob {
   const void* from;
   DType from_dtype;
@@ -39,6 +45,7 @@ struct RowsJob {
   int64_t to_stride;
   float* scale;
   int64_t first, n, dim;
+  void* row;
 };
 void write_rows(const RowsJob& job, const RowSteps& steps, QuantSums* sums);
 

@@ -25,6 +25,12 @@ constexpr int64_t kFlopPerThread = 4'000'000;
 // Small items go out in batches of about 50 us.
 constexpr int64_t kFlopPerTicket = 10'000'000;
 
+// Elements of K and V in a task of KvCache::append(): some tens of microseconds.
+constexpr int64_t kAppendTaskElements = 32768;
+// What an element costs there, as flop of a product: one that is copied, and one that is converted or
+// turned by rope (2 to 8 times a copy; 4096 tokens of 8 heads of 128, Zen 3).
+constexpr int64_t kCopyFlop = 20, kConvertFlop = 100;
+
 }  // namespace
 
 Cut cut(const kernels::KernelTable& table, int arithmetic, int64_t num_kv_heads, int64_t rows,
@@ -53,6 +59,15 @@ int useful_threads(int64_t flop, int64_t items, int num_threads) {
 
 int64_t items_per_ticket(int64_t item_flop) {
   return std::max<int64_t>(1, kFlopPerTicket / std::max<int64_t>(item_flop, 1));
+}
+
+int64_t append_task_tokens(int64_t token_elements) {
+  return std::max<int64_t>(1, kAppendTaskElements / std::max<int64_t>(token_elements, 1));
+}
+
+int append_threads(int64_t task_elements, bool is_copy, int64_t tasks, int num_threads) {
+  return useful_threads(task_elements * (is_copy ? kCopyFlop : kConvertFlop), tasks,
+                        num_threads ? num_threads : default_num_threads());
 }
 
 Plan plan(const Problem& p, const AttentionOptions& options) {

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <limits>
 
 #include "check.h"
 #include "convert_row.h"
@@ -15,6 +16,7 @@ namespace qkv {
 namespace {
 
 const Check kCheck("rope");
+constexpr int64_t kNoPosition = std::numeric_limits<int64_t>::min();
 
 template <class T>
 void turn_all(const ConstTensor& x, const Tensor& out, const ConstTensor& positions,
@@ -51,15 +53,26 @@ RopeTable::RopeTable(const RopeOptions& o, int64_t dim, const char* caller) : st
         std::pow(o.base, -2.0 * static_cast<double>(i) / static_cast<double>(rot_dim)));
 }
 
-void RopeTable::fill(std::span<const int64_t> positions) {
-  cos_.resize(positions.size() * frequency_.size());
+void RopeTable::resize(int64_t n) {
+  cos_.resize(static_cast<size_t>(n * half_));
   sin_.resize(cos_.size());
-  size_t at = 0;
-  for (const int64_t p : positions)
-    for (const double f : frequency_) {
-      const double angle = static_cast<double>(p) * f;
-      cos_[at] = std::cos(angle), sin_[at++] = std::sin(angle);
-    }
+  positions_.assign(static_cast<size_t>(n), kNoPosition);
+}
+
+void RopeTable::set(int64_t r, int64_t position) {
+  int64_t& now = positions_[static_cast<size_t>(r)];
+  if (now == position && position != kNoPosition) return;
+  now = position;
+  double *cosines = cos_.data() + r * half_, *sines = sin_.data() + r * half_;
+  for (int64_t i = 0; i < half_; ++i) {
+    const double angle = static_cast<double>(position) * frequency_[static_cast<size_t>(i)];
+    cosines[i] = std::cos(angle), sines[i] = std::sin(angle);
+  }
+}
+
+void RopeTable::fill(std::span<const int64_t> positions) {
+  resize(static_cast<int64_t>(positions.size()));
+  for (size_t r = 0; r < positions.size(); ++r) set(static_cast<int64_t>(r), positions[r]);
 }
 
 void rope(ConstTensor x, ConstTensor positions, Tensor out, const RopeOptions& options) {

@@ -15,6 +15,11 @@ class RopeTable {
   RopeTable(const RopeOptions& options, int64_t dim, const char* caller);
   /// Row r of the table is position positions[r].
   void fill(std::span<const int64_t> positions);
+  /// Room for n rows of no position.
+  void resize(int64_t n);
+  /// Makes row r that of a position, unless it is already. Different rows may be set by different
+  /// threads; nothing is allocated.
+  void set(int64_t r, int64_t position);
   /// Turns the first rot_dim elements of x by row r; T is float or double.
   template <class T>
   void turn(int64_t r, T* x) const {
@@ -34,8 +39,9 @@ class RopeTable {
  private:
   RopeStyle style_;
   int64_t half_;
-  std::vector<double> frequency_;  // [half]
-  std::vector<double> cos_, sin_;  // [positions, half]
+  std::vector<double> frequency_;   // [half]
+  std::vector<int64_t> positions_;  // of the rows
+  std::vector<double> cos_, sin_;   // [rows, half]
 };
 
 }  // namespace qkv

@@ -204,6 +204,8 @@ TEST(KvCache, Errors_ChangeNothing) {
                                       .row_weights = row_weights.view()});
       },
       "outputs.weight_rows must lie in [0, n_q 1), got 1 at index 1");
+  refused([&] { m.cache.append(k.view(), v.view(), {.num_threads = -1}); },
+          "num_threads must not be negative, got -1");
 
   KvCacheConfig kept = small_config();
   kept.window = 9, kept.num_sink_tokens = 3;

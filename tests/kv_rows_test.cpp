@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstddef>
 #include <limits>
 #include <random>
 #include <vector>
@@ -14,6 +15,8 @@
 
 namespace qkv::test {
 namespace {
+
+alignas(double) std::byte g_row[64];
 
 RowsJob job(const TestTensor& from, const Tensor& to, float* scale, int64_t first, int64_t n) {
   return {from.view().data,
@@ -25,7 +28,8 @@ RowsJob job(const TestTensor& from, const Tensor& to, float* scale, int64_t firs
           scale,
           first,
           n,
-          from.view().shape[1]};
+          from.view().shape[1],
+          g_row};
 }
 
 TEST(KvRows, EveryPairOfTypes_RoundsOnce) {

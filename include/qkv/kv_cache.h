@@ -45,6 +45,8 @@ struct KvAppendOptions {
   std::span<const int64_t> counts{};
   /// [n] or [batch, n], i32 | i64: positions for rope (a tree of guesses). Empty: the token's index.
   ConstTensor positions{};
+  int num_threads = 0;           ///< 0: default_num_threads(); same bits for any number
+  Executor* executor = nullptr;  ///< nullptr: default_executor()
 };
 
 struct KvQueryOptions {
@@ -86,7 +88,8 @@ struct KvCacheSegment {
 /// i8: every row is stored as integers q and a scale s = max |x| / 127, x = s * q. The kernels read
 /// the integers; s multiplies scores (K) and weights (V) in f32. A row with NaN or Inf becomes NaN.
 ///
-/// Errors (qkv::Error) are thrown before anything changes. A failed allocation leaves the contents.
+/// Errors (qkv::Error) are thrown before anything changes. A failed allocation (std::bad_alloc) leaves
+/// the tokens of every entry as they were.
 /// Movable, not copyable: fork() makes an independent cache that shares memory until one of the two
 /// writes to it. Const functions may run in several threads at once; forks may be used by different
 /// threads.
@@ -118,8 +121,9 @@ class QKV_EXPORT KvCache {
   std::vector<KvCacheSegment> segments(int64_t entry, int64_t h_kv) const;
 
   /// Adds n tokens behind those that are there. k and v may have another floating-point type than
-  /// the cache; they are converted, after norm and rope, once. Throws Error if they do not fit, the
-  /// capacity would be passed, or k and v have a type that cannot be converted.
+  /// the cache; they are converted, after norm and rope, once. Long prompts are shared among threads.
+  /// All entries get their tokens or none does. Throws Error if they do not fit, the capacity would be
+  /// passed, or k and v have a type that cannot be converted.
   void append(ConstTensor k, ConstTensor v, const KvAppendOptions& options = {});
 
   /// attention() of the last n_q tokens over the cache; q, outputs and options as there. Causal by
@@ -127,7 +131,7 @@ class QKV_EXPORT KvCache {
   /// is aligned by its own length; config().window applies to any mask. Where lengths differ, dense
   /// masks and bias have the keys of the longest entry, and rows of tokens before the first are empty.
   /// So do outputs: weights and forms of weights are 0 for keys that an entry lacks and for padding
-  /// (top_keys -1); row_weights are refused, and every form where num_sink_tokens are kept.
+  /// (top_keys -1). Where num_sink_tokens are kept, weights and their forms are refused.
   /// Throws Error if n_q is larger than every length, or a ring no longer holds what a query may see.
   void attend(ConstTensor q, const AttentionOutputs& outputs, const AttentionOptions& options = {},
               const KvQueryOptions& queries = {}) const;
@@ -170,8 +174,7 @@ class QKV_EXPORT KvCache {
 ///   v_pages            [num_pages, page_size, num_kv_heads, head_dim_v]    same dtype
 ///   block_table        [batch, max_pages]   i32 | i64; entries behind a length are not looked at
 ///   lengths            [batch]              i32 | i64; 0 <= length <= max_pages * page_size
-///   outputs.out, lse   as attention();  outputs.weights  [batch, num_heads, n_q, longest length];
-///                      forms of the weights likewise, but for row_weights
+///   outputs            as attention(), with n_kv the longest length
 ///
 /// Causal by position unless options.mask is given; each entry is aligned by its own length. Pages may
 /// lie in any order and be shared; nothing is copied, and slots behind a length are never read.
