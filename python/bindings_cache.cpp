@@ -14,6 +14,7 @@
 #include "bindings_args.h"
 #include "bindings_attention.h"
 #include "bindings_names.h"
+#include "bindings_outputs.h"
 #include "qkv/kv_cache.h"
 
 namespace nb = nanobind;
@@ -79,13 +80,15 @@ PyCache* from_buffers(nb::handle k, nb::handle v, const std::vector<int64_t>& le
 }
 
 void append(PyCache& self, nb::handle k_object, nb::handle v_object,
-            const std::optional<std::vector<int64_t>>& counts, nb::handle positions) {
+            const std::optional<std::vector<int64_t>>& counts, nb::handle positions,
+            int num_threads) {
   constexpr const char* kCaller = "KVCache.append";
   Array k, v, p;
   k.open(k_object.ptr(), kCaller, "k");
   v.open(v_object.ptr(), kCaller, "v");
   k.make_rows_contiguous(), v.make_rows_contiguous();
   KvAppendOptions options;
+  options.num_threads = num_threads;
   if (counts) options.counts = *counts;
   if (!positions.is_none()) {
     p.open(positions.ptr(), kCaller, "positions");
@@ -97,13 +100,20 @@ void append(PyCache& self, nb::handle k_object, nb::handle v_object,
   });
 }
 
-// parents: None, or the tree's. Returns out, or a tuple in the order (out, lse, weights).
+// wanted: (return_lse, return_weights, return_mean_weights, weight_rows, top_k, return_column_sums,
+// return_entropy).
+ResultArrays::Wanted wanted_of(const nb::tuple& wanted) {
+  PyObject* w[7];
+  for (size_t i = 0; i < std::size(w); ++i) w[i] = or_null(wanted[i]);
+  return {w[0], w[1], w[2], w[3], w[4], w[5], w[6]};
+}
+
+// parents: None, or the tree's. Returns out, or a tuple of what is wanted.
 nb::object attend(PyCache& self, nb::handle q_object,
                   const std::optional<std::vector<int64_t>>& parents, nb::handle mask,
                   nb::handle bias, nb::handle scale, nb::handle softcap, nb::handle sinks,
                   nb::handle alibi_slopes, const std::optional<std::vector<int64_t>>& counts,
-                  nb::handle positions, bool return_lse, bool return_weights,
-                  nb::handle num_threads) {
+                  nb::handle positions, const nb::tuple& wanted, nb::handle num_threads) {
   Array q, p;
   q.open(q_object.ptr(), kAttend, "q");
   q.make_rows_contiguous();
@@ -130,29 +140,18 @@ nb::object attend(PyCache& self, nb::handle q_object,
     return self.cache.longest();
   }();
   const int64_t dim_v = self.cache.config().head_dim_v;
-  const DType arithmetic = tq.dtype == DType::f64 ? DType::f64 : DType::f32;
-  AttentionOutputs outputs;
-  const int64_t out_shape[] = {tq.shape[0], tq.shape[1], tq.shape[2], dim_v};
-  const int64_t weights_shape[] = {tq.shape[0], tq.shape[1], tq.shape[2], longest};
-  Ref out = make_array(q.kind(), info(tq.dtype).is_float ? tq.dtype : DType::f32, out_shape,
-                       &outputs.out);
-  Ref lse, weights;
-  if (return_lse) lse = make_array(q.kind(), arithmetic, {out_shape, 3}, &outputs.lse);
-  if (return_weights) weights = make_array(q.kind(), arithmetic, weights_shape, &outputs.weights);
+  ResultArrays results(kAttend, q.kind(), tq.dtype,
+                       {tq.shape[0], tq.shape[1], tq.shape[2], longest, dim_v, longest});
+  results.make_out();
+  results.make(wanted_of(wanted));
   const double flop = 2 * static_cast<double>(tq.shape[0] * tq.shape[1] * tq.shape[2]) *
                       static_cast<double>(longest) * static_cast<double>(tq.shape[3] + dim_v);
   run_released(flop, &arguments.options.executor, [&] {
     const std::shared_lock lock(self.mutex);
-    parents ? self.cache.attend_tree(tq, *parents, outputs, arguments.options, queries)
-            : self.cache.attend(tq, outputs, arguments.options, queries);
+    parents ? self.cache.attend_tree(tq, *parents, results.outputs, arguments.options, queries)
+            : self.cache.attend(tq, results.outputs, arguments.options, queries);
   });
-  out = finish_array(q.kind(), std::move(out));
-  if (!lse && !weights) return nb::steal(out.release());
-  nb::list all;
-  all.append(nb::steal(out.release()));
-  for (Ref* result : {&lse, &weights})
-    if (*result) all.append(nb::steal(finish_array(q.kind(), std::move(*result)).release()));
-  return nb::tuple(all);
+  return nb::steal(results.finish());
 }
 
 nb::dict quant_error(PyCache& self) {
@@ -167,8 +166,8 @@ nb::dict quant_error(PyCache& self) {
 
 nb::object paged(nb::handle q_object, nb::handle k_pages, nb::handle v_pages, nb::handle table,
                  nb::handle lengths, nb::handle mask, nb::handle bias, nb::handle scale,
-                 nb::handle softcap, nb::handle sinks, nb::handle alibi_slopes, bool return_lse,
-                 bool return_weights, nb::handle num_threads) {
+                 nb::handle softcap, nb::handle sinks, nb::handle alibi_slopes,
+                 const nb::tuple& wanted, nb::handle num_threads) {
   constexpr const char* kCaller = "attention_paged";
   Array q, k, v, at, n;
   q.open(q_object.ptr(), kCaller, "q");
@@ -191,31 +190,20 @@ nb::object paged(nb::handle q_object, nb::handle k_pages, nb::handle v_pages, nb
   int64_t longest = 0;
   for (int64_t b = 0; b < tn.shape[0]; ++b)
     longest = std::max(longest, static_cast<const int64_t*>(tn.data)[b * tn.stride[0]]);
-  const DType arithmetic = tq.dtype == DType::f64 ? DType::f64 : DType::f32;
-  AttentionOutputs outputs;
-  const int64_t out_shape[] = {tq.shape[0], tq.shape[1], tq.shape[2], tv.shape[3]};
-  Ref out = make_array(q.kind(), info(tq.dtype).is_float ? tq.dtype : DType::f32, out_shape,
-                       &outputs.out);
-  Ref lse, weights;
-  if (return_lse) lse = make_array(q.kind(), arithmetic, {out_shape, 3}, &outputs.lse);
-  if (return_weights) {
-    if (longest > at.view().num_elements() * std::max<int64_t>(k.view().shape[1], 1))
-      throw Error(std::string(kCaller) + ": a length is larger than all pages of block_table");
-    const int64_t shape[] = {tq.shape[0], tq.shape[1], tq.shape[2], longest};
-    weights = make_array(q.kind(), arithmetic, shape, &outputs.weights);
-  }
+  // A length that does not fit the table is refused by the call, before a result of that size is made.
+  const int64_t most =
+      at.view().num_elements() * std::max<int64_t>(k.view().rank == 4 ? k.view().shape[1] : 0, 1);
+  const int64_t n_kv = std::min(longest, most);
+  ResultArrays results(kCaller, q.kind(), tq.dtype,
+                       {tq.shape[0], tq.shape[1], tq.shape[2], n_kv, tv.shape[3], n_kv});
+  results.make_out();
+  results.make(wanted_of(wanted));
   const double flop = 2 * static_cast<double>(tq.shape[0] * tq.shape[1] * tq.shape[2]) *
                       static_cast<double>(longest) * static_cast<double>(tq.shape[3] + tv.shape[3]);
   run_released(flop, &arguments.options.executor, [&] {
-    attention_paged(tq, k.view(), tv, at.view(), tn, outputs, arguments.options);
+    attention_paged(tq, k.view(), tv, at.view(), tn, results.outputs, arguments.options);
   });
-  out = finish_array(q.kind(), std::move(out));
-  if (!lse && !weights) return nb::steal(out.release());
-  nb::list all;
-  all.append(nb::steal(out.release()));
-  for (Ref* result : {&lse, &weights})
-    if (*result) all.append(nb::steal(finish_array(q.kind(), std::move(*result)).release()));
-  return nb::tuple(all);
+  return nb::steal(results.finish());
 }
 
 // Calls that change a cache wait for those that read it.
@@ -237,11 +225,11 @@ void bind_cache(nb::module_& module) {
       .def_static(
           "load", [](const std::string& path) { return new PyCache(KvCache::load(path)); },
           "path"_a, nb::rv_policy::take_ownership)
-      .def("append", &append, "k"_a, "v"_a, "counts"_a.none(), "positions"_a.none())
+      .def("append", &append, "k"_a, "v"_a, "counts"_a.none(), "positions"_a.none(),
+           "num_threads"_a)
       .def("attend", &attend, "q"_a, "parents"_a.none(), "mask"_a.none(), "bias"_a.none(),
            "scale"_a.none(), "softcap"_a.none(), "sinks"_a.none(), "alibi_slopes"_a.none(),
-           "counts"_a.none(), "positions"_a.none(), "return_lse"_a, "return_weights"_a,
-           "num_threads"_a.none())
+           "counts"_a.none(), "positions"_a.none(), "wanted"_a, "num_threads"_a.none())
       .def(
           "truncate",
           [](PyCache& self, int64_t n) { change(self, [&](KvCache& c) { c.truncate(n); }); }, "n"_a)
@@ -297,8 +285,7 @@ void bind_cache(nb::module_& module) {
       .def("quant_error", &quant_error);
   module.def("attention_paged", &paged, "q"_a, "k_pages"_a, "v_pages"_a, "block_table"_a,
              "lengths"_a, "mask"_a.none(), "bias"_a.none(), "scale"_a.none(), "softcap"_a.none(),
-             "sinks"_a.none(), "alibi_slopes"_a.none(), "return_lse"_a, "return_weights"_a,
-             "num_threads"_a.none());
+             "sinks"_a.none(), "alibi_slopes"_a.none(), "wanted"_a, "num_threads"_a.none());
 }
 
 }  // namespace qkv::python

@@ -96,7 +96,7 @@ Cost: visible pairs * (6 * head_dim_qk + 4 * head_dim_v) flop; no n_q x n_kv arr
 attention(). Sources: recomputation from the log-sum-exp, arXiv:2205.14135, arXiv:2307.08691.)doc";
 
 const char kVarlenDoc[] =
-    R"doc(attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, *, mask=None, bias=None, scale=None, softcap=None, sinks=None, alibi_slopes=None, dropout=0.0, seed=0, return_lse=False, out=None, num_threads=None)
+    R"doc(attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_kv, *, mask=None, bias=None, scale=None, softcap=None, sinks=None, alibi_slopes=None, dropout=0.0, seed=0, return_lse=False, return_weights=False, return_mean_weights=False, weight_rows=None, top_k=None, return_column_sums=False, return_entropy=False, out=None, num_threads=None)
 --
 
 attention() on packed sequences: sequence s has the query rows cu_seqlens_q[s] .. cu_seqlens_q[s + 1]
@@ -109,7 +109,18 @@ and the key rows cu_seqlens_kv[s] .. cu_seqlens_kv[s + 1].
   out            [total_q,  num_heads,    head_dim_v]
   lse            [num_heads, total_q]
 
-Returns out, or (out, lse). The same bits as one call per sequence. A mask means what it means for
+Returns out, or a tuple as attention() does. Weights and their forms have no batch axis; keys of a row
+are counted within its sequence. longest is the largest number of keys of a sequence, and what a shorter
+one lacks is 0:
+
+  weights        [num_heads, total_q, longest]
+  mean_weights   [total_q, longest]
+  row_weights    [num_heads, len(weight_rows), longest]   packed rows, in [0, total_q)
+  top_weights    [num_heads, total_q, top_k]; top_keys likewise
+  column_sums    [num_heads, total_kv]                    packed as k
+  entropy        [num_heads, total_q]
+
+The same bits as one call per sequence. A mask means what it means for
 that sequence alone: causal_bottom_right lets the last query of a sequence see its last key; lengths
 and per-batch documents have one entry per sequence. Sequences may be empty. Everything else as
 attention().)doc";

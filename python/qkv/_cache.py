@@ -133,21 +133,26 @@ class KVCache:
             return np.array(lengths, np.int64)
         return lengths[0] if lengths else 0
 
-    def append(self, k, v, *, counts=None, positions=None):
+    def append(self, k, v, *, counts=None, positions=None, num_threads=None):
         """Adds n tokens. counts [batch]: entry b gets the first counts[b] of them, the others are padding.
-        positions [n] or [batch, n]: for rope; default the token's index.
+        positions [n] or [batch, n]: for rope; default the token's index. All entries get their tokens, or none does
+        and an error is raised. Long prompts are shared among num_threads; None = all usable cores.
         """
         if self._empty and k.shape[2] > 0:
             raise ValueError(f"KVCache.append: {k.shape[2]} tokens do not fit, capacity 0, got k {list(k.shape)}")
         if positions is not None:
             positions = _integers(positions, "KVCache.append: positions")
-        self._core.append(k, v, _counts(counts, "KVCache.append: counts"), positions)
+        self._core.append(k, v, _counts(counts, "KVCache.append: counts"), positions, num_threads or 0)
 
     def attend(
         self, q, *, mask=None, bias=None, scale=None, softcap=None, sinks=None, alibi_slopes=None, return_lse=False,
-        return_weights=False, num_threads=None, counts=None, positions=None, parents=None,
+        return_weights=False, return_mean_weights=False, weight_rows=None, top_k=None, return_column_sums=False,
+        return_entropy=False, num_threads=None, counts=None, positions=None, parents=None,
     ):  # fmt: skip
         """attention() of the last n_q tokens over the cache; the same arguments and results.
+
+        Where lengths differ, n_kv of weights and their forms is the longest: keys that an entry lacks, and rows that are
+        padding, have weight 0 (top_keys -1). Refused where num_sink_tokens are kept.
 
         counts [batch]: the first counts[b] rows of q are the last counts[b] tokens of entry b, the others padding (0).
         positions [n_q] or [batch, n_q]: for rope. parents [n_q]: the tokens are nodes of a tree of guesses, node i
@@ -157,7 +162,9 @@ class KVCache:
             positions = _integers(positions, "KVCache.attend: positions")
         return self._core.attend(
             q, _counts(parents, "KVCache.attend: parents"), mask, bias, scale, softcap, sinks, alibi_slopes,
-            _counts(counts, "KVCache.attend: counts"), positions, return_lse, return_weights, num_threads,
+            _counts(counts, "KVCache.attend: counts"), positions,
+            (return_lse, return_weights, return_mean_weights, weight_rows, top_k, return_column_sums, return_entropy),
+            num_threads,
         )  # fmt: skip
 
     def truncate(self, n):
@@ -188,7 +195,8 @@ class KVCache:
 
 def attention_paged(
     q, k_pages, v_pages, block_table, lengths, *, mask=None, bias=None, scale=None, softcap=None, sinks=None,
-    alibi_slopes=None, return_lse=False, return_weights=False, num_threads=None,
+    alibi_slopes=None, return_lse=False, return_weights=False, return_mean_weights=False, weight_rows=None, top_k=None,
+    return_column_sums=False, return_entropy=False, num_threads=None,
 ):  # fmt: skip
     """attention() over keys and values in pages of the caller.
 
@@ -200,10 +208,11 @@ def attention_paged(
 
     Causal by position unless a mask is given (each entry aligned by its own length). Pages may lie in any
     order and be shared; they are read in place, nothing is copied. The same bits as attention() on the tokens
-    of each entry alone. Otherwise as attention(). Source: arXiv:2309.06180.
+    of each entry alone. n_kv of weights and their forms is the longest length. Otherwise as attention(). Source: arXiv:2309.06180.
     """
     return _core.attention_paged(
         q, k_pages, v_pages, _integers(block_table, "attention_paged: block_table"),
-        _integers(lengths, "attention_paged: lengths"), mask, bias, scale, softcap, sinks, alibi_slopes, return_lse,
-        return_weights, num_threads,
+        _integers(lengths, "attention_paged: lengths"), mask, bias, scale, softcap, sinks, alibi_slopes,
+        (return_lse, return_weights, return_mean_weights, weight_rows, top_k, return_column_sums, return_entropy),
+        num_threads,
     )  # fmt: skip

@@ -41,7 +41,13 @@ class KVCache:
     @property
     def length(self) -> Any: ...
     def append(
-        self, k: Array, v: Array, *, counts: Optional[IntArray] = None, positions: Optional[IntArray] = None
+        self,
+        k: Array,
+        v: Array,
+        *,
+        counts: Optional[IntArray] = None,
+        positions: Optional[IntArray] = None,
+        num_threads: Optional[int] = None,
     ) -> None: ...
     def attend(
         self,
@@ -55,6 +61,11 @@ class KVCache:
         alibi_slopes: Optional[Array] = None,
         return_lse: bool = False,
         return_weights: bool = False,
+        return_mean_weights: bool = False,
+        weight_rows: Optional[IntArray] = None,
+        top_k: Optional[int] = None,
+        return_column_sums: bool = False,
+        return_entropy: bool = False,
         num_threads: Optional[int] = None,
         counts: Optional[IntArray] = None,
         positions: Optional[IntArray] = None,
@@ -80,5 +91,10 @@ def attention_paged(
     alibi_slopes: Optional[Array] = None,
     return_lse: bool = False,
     return_weights: bool = False,
+    return_mean_weights: bool = False,
+    weight_rows: Optional[IntArray] = None,
+    top_k: Optional[int] = None,
+    return_column_sums: bool = False,
+    return_entropy: bool = False,
     num_threads: Optional[int] = None,
 ) -> Any: ...

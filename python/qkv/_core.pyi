@@ -45,7 +45,7 @@ class Cache:
     def from_buffers(k: Array, v: Array, lengths: Sequence[int]) -> Cache: ...
     @staticmethod
     def load(path: str) -> Cache: ...
-    def append(self, k: Array, v: Array, counts: Optional[Sequence[int]], positions: Optional[Array]) -> None: ...
+    def append(self, k: Array, v: Array, counts: Optional[Sequence[int]], positions: Optional[Array], num_threads: int) -> None: ...
     def attend(
         self,
         q: Array,
@@ -58,8 +58,7 @@ class Cache:
         alibi_slopes: Optional[Array],
         counts: Optional[Sequence[int]],
         positions: Optional[Array],
-        return_lse: bool,
-        return_weights: bool,
+        wanted: tuple[Any, ...],
         num_threads: Optional[int],
     ) -> Any: ...
     def truncate(self, n: int) -> None: ...
@@ -159,6 +158,12 @@ def attention_varlen(
     dropout: float = 0.0,
     seed: int = 0,
     return_lse: bool = False,
+    return_weights: bool = False,
+    return_mean_weights: bool = False,
+    weight_rows: Optional[IntArray] = None,
+    top_k: Optional[int] = None,
+    return_column_sums: bool = False,
+    return_entropy: bool = False,
     out: Optional[Array] = None,
     num_threads: Optional[int] = None,
 ) -> Any: ...
@@ -187,7 +192,6 @@ def attention_paged(
     softcap: Optional[float],
     sinks: Optional[Array],
     alibi_slopes: Optional[Array],
-    return_lse: bool,
-    return_weights: bool,
+    wanted: tuple[Any, ...],
     num_threads: Optional[int],
 ) -> Any: ...
