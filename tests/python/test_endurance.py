@@ -265,10 +265,10 @@ def jobs():
     out, lse = qkv.attention(q, k, v, return_lse=True)
     found["backward"] = lambda: bits(qkv.attention_backward(q, k, v, out, lse, out))
     if torch is not None:
-        import qkv.torch
+        import qkv.torch as qkv_torch
 
         tensors = [torch.from_numpy(a) for a in (q, k, v)]
-        module = qkv.torch.GQA(4, 2, 24, 20, 8, 8, 12)
+        module = qkv_torch.GQA(4, 2, 24, 20, 8, 8, 12)
         tx = torch.from_numpy(x)
 
         def no_grad():
@@ -277,7 +277,7 @@ def jobs():
 
         def gradients():
             leaves = [t.clone().requires_grad_() for t in tensors]
-            result = qkv.torch.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+            result = qkv_torch.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
             return bits(torch.autograd.grad(result.sum(), leaves))
 
         found |= {"torch module": no_grad, "torch gradients": gradients}
