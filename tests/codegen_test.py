@@ -22,10 +22,10 @@ ON_TILES = (
     "DpRows<{}, {}, false, {}>",
     "OuterRows<{}, {}, {}>",
 )
-# decode_rows-inl.h: rows that share the loads of K and V (kRowsAtOnce), arithmetic type and type of K and V.
-DECODE_ROWS = [("AVX3", 4), ("AVX2", 2)]
+# decode_rows-inl.h: accumulators of a tile (kSums), arithmetic type and type of K and V.
+DECODE_SUMS = [("AVX3", 16), ("AVX2", 8)]
 DECODE_TYPES = ["float, float", "float, qkv::bf16_t", "float, qkv::f16_t", "float, signed char", "double, double"]
-STRIP, MOST_VECTORS = 4, 8  # kStrip keys per step; vectors of columns at most
+ROWS_AT_ONCE, MOST_VECTORS = 4, 8  # query rows that share the loads of K and V; vectors of columns at most
 
 
 class Loop(NamedTuple):
@@ -55,20 +55,19 @@ HOT += [
     for target, _, _, rows, vectors in TILES
     for name in (f"LinearRows<{rows}, {vectors}>", f"LinearRowsAhead<{rows}>", "GradientRun")
 ]
-for target, at_once in DECODE_ROWS:
+for target, sums in DECODE_SUMS:
     for types in DECODE_TYPES:
-        for rows in range(1, at_once + 1):
-            columns = min(STRIP * at_once // rows, MOST_VECTORS)
+        for rows in range(1, ROWS_AT_ONCE + 1):
+            keys = 4 if sums // rows >= 4 else 2
+            columns = min(-(-sums // rows), MOST_VECTORS)
             HOT += [
-                (target, f"DotRows<{types}, {rows}>", Loop(rows * STRIP, 0, rows + STRIP, True, False)),
+                (target, f"DotRows<{types}, {rows}>", Loop(rows * keys, 0, rows + keys, True, False)),
                 (target, f"AddRows<{types}, {rows}, {columns}, false>", Loop(rows * columns, rows, columns, True)),
             ]
 
 # What a compiler makes worse than designed. gcc 12 folds the loads of K into the FMAs of every row, so that K is loaded
 # once per row instead of once; and 8 sums beside 8 values of V and a weight are one register more than AVX2 has.
-KNOWN = {f"AVX3::DotRows<{t}, {t}, {rows}>" for t in ("float", "double") for rows in (2, 3)}
-KNOWN |= {f"AVX2::DotRows<{t}, {t}, 2>" for t in ("float", "double")}
-KNOWN |= {f"AVX2::AddRows<{types}, 1, 8, false>" for types in DECODE_TYPES}
+KNOWN = set()
 
 VECTOR = re.compile(r"%[xyz]mm\d")
 MEMORY = re.compile(r"\(")

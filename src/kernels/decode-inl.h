@@ -216,7 +216,7 @@ HWY_INLINE void ForRunPieces(const AttentionTask& task, const KeyRun& run,
 template <class Stored>
 HWY_INLINE Ahead RowsOf(const Stored* row, int64_t stride, int64_t dim, int64_t n) {
   const auto bytes = static_cast<int64_t>(sizeof(Stored));
-  return {reinterpret_cast<const char*>(row), stride * bytes, dim * bytes, n, 0};
+  return {reinterpret_cast<const char*>(row), stride * bytes, dim * bytes, n};
 }
 // K of a run, segment by segment: each piece of the run before fetches one.
 template <class Stored>
@@ -225,7 +225,7 @@ class KeysAhead {
   KeysAhead(const AttentionTask& task, const KeyRun& run)
       : task_(task), segment_(run.segment), begin_(run.begin), left_(run.n) {}
   Ahead next() {
-    if (left_ == 0) return {};
+    if (left_ == 0) return Ahead();
     const int64_t skip = begin_ - segment_->begin, n = HWY_MIN(segment_->count - skip, left_);
     const auto* k = static_cast<const Stored*>(segment_->k) + skip * task_.k_row_stride;
     begin_ += n, left_ -= n, segment_++;
