@@ -3,7 +3,6 @@
 #include "kv_block.h"
 
 #include <cstring>
-#include <new>
 
 #include "kernels/kernels.h"
 
@@ -34,8 +33,6 @@ void copy_rows(char* to, int64_t to_stride, const char* from, int64_t from_strid
 
 }  // namespace
 
-KvBlock::~KvBlock() { ::operator delete (memory, std::align_val_t{kernels::kAlignment}); }
-
 KvBlockRef::KvBlockRef(const KvSizes& s, int64_t slots) {
   const int64_t rows = times(s.num_kv_heads, slots), element = size_bytes(s.dtype);
   const int64_t k_bytes = aligned(times(times(rows, s.k_row_stride), element));
@@ -44,8 +41,8 @@ KvBlockRef::KvBlockRef(const KvSizes& s, int64_t slots) {
   KvBlockRef made(new KvBlock);
   KvBlock& b = *made;
   b.slots = slots, b.bytes = k_bytes + v_bytes + 2 * scale_bytes;
-  b.memory = ::operator new (static_cast<size_t>(b.bytes), std::align_val_t{kernels::kAlignment});
-  b.k = static_cast<char*>(b.memory);
+  b.memory = allocate_large(b.bytes);
+  b.k = static_cast<char*>(b.memory.get());
   b.v = b.k + k_bytes;
   if (s.has_scales()) {
     b.k_scale = reinterpret_cast<float*>(b.v + v_bytes);

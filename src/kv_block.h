@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "large_memory.h"
 #include "qkv/tensor.h"
 
 namespace qkv {
@@ -31,9 +32,7 @@ struct KvBlock {
   float* v_scale = nullptr;
   int64_t k_head_stride = 0, v_head_stride = 0;  // elements
   int64_t k_row_stride = 0, v_row_stride = 0;
-  void* memory = nullptr;
-
-  ~KvBlock();
+  LargeMemory memory;
 };
 
 /// A counted reference.

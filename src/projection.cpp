@@ -4,12 +4,7 @@
 // depends on the shape alone.
 #include "projection.h"
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 #include <algorithm>
-#include <new>
 
 #include "call.h"
 #include "task.h"
@@ -25,8 +20,6 @@ constexpr int64_t kTaskPanels = 8;
 // Up to this many rows reading the weights is what costs, and a task reads about 1 MB (20 us).
 constexpr int64_t kFewRows = 16;
 constexpr int64_t kTaskWeightFloats = 1 << 18;
-// Packed weights from this size on ask for huge pages (Zen 5: 2 to 5 % at 4096 x 4096).
-constexpr int64_t kHugePageBytes = int64_t{2} << 20;
 
 struct Division {
   int64_t row_blocks, column_blocks, block_columns, tasks;
@@ -87,21 +80,11 @@ struct Run {
 
 }  // namespace
 
-void Projection::Free::operator()(float* p) const {
-  ::operator delete (p, std::align_val_t{alignment});
-}
-
 Projection::Projection(const Kernels& kernels, int64_t n, int64_t k)
-    : kernels_(kernels), n_(n), k_(k) {
-  const auto bytes = static_cast<size_t>(kernels_.packed_floats(n, k)) * sizeof(float);
-  const bool is_large = static_cast<int64_t>(bytes) >= kHugePageBytes;
-  const auto alignment = static_cast<size_t>(is_large ? kHugePageBytes : kernels::kAlignment);
-  void* memory = ::operator new (bytes, std::align_val_t{alignment});
-  packed_ = {static_cast<float*>(memory), Free{alignment}};
-#ifdef __linux__
-  if (is_large) madvise(memory, bytes, MADV_HUGEPAGE);  // a hint: small pages work too
-#endif
-}
+    : kernels_(kernels),
+      n_(n),
+      k_(k),
+      packed_(allocate_large(kernels_.packed_floats(n, k) * static_cast<int64_t>(sizeof(float)))) {}
 
 Projection::Projection(const float* weight, const float* bias, int64_t n, int64_t k)
     : kernels_(active_kernels()),
@@ -136,7 +119,7 @@ void Projection::run(kernels::LinearTask task) const {
 }
 
 void Projection::set(std::span<const float> weight, std::span<const float> bias) {
-  kernels_.pack(weight.data(), n_, k_, packed_.get());
+  kernels_.pack(weight.data(), n_, k_, packed());
   std::copy(bias.begin(), bias.end(), bias_.begin());
 }
 
@@ -147,7 +130,7 @@ Projection Projection::transposed() const {
 }
 
 void Projection::transpose_into(Projection* to) const {
-  kernels_.pack_transposed(packed_.get(), n_, k_, to->packed_.get());
+  kernels_.pack_transposed(packed(), n_, k_, to->packed());
 }
 
 void join_groups(ProjectionJob* job) {

@@ -4,11 +4,11 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <span>
 #include <vector>
 
 #include "kernels/kernels.h"
+#include "large_memory.h"
 #include "qkv/runtime.h"
 
 namespace qkv {
@@ -38,17 +38,13 @@ class Projection {
   /// Columns of y may lie apart in blocks of a multiple of this.
   int64_t block() const { return kernels_.block; }
   void run(kernels::LinearTask task) const;
-  const float* weights() const { return is_in_place_ ? weight_in_place_ : packed_.get(); }
+  const float* weights() const { return is_in_place_ ? weight_in_place_ : packed(); }
   const float* bias() const {
     return is_in_place_ ? bias_in_place_ : bias_.empty() ? nullptr : bias_.data();
   }
   bool is_in_place() const { return is_in_place_; }
 
  private:
-  struct Free {
-    size_t alignment;
-    void operator()(float* p) const;
-  };
   // The functions of the instruction set that the layout is for.
   struct Kernels {
     int64_t columns, block, panel_floats;
@@ -60,11 +56,12 @@ class Projection {
   Projection(const Kernels& kernels, int64_t n, int64_t k);
   Projection(const float* weight, const float* bias, int64_t n, int64_t k);
   static Kernels active_kernels();
+  float* packed() const { return static_cast<float*>(packed_.get()); }
 
   Kernels kernels_;
   int64_t n_, k_;
   std::vector<float> bias_;
-  std::unique_ptr<float[], Free> packed_;
+  LargeMemory packed_;
   bool is_in_place_ = false;
   const float *weight_in_place_ = nullptr, *bias_in_place_ = nullptr;
 };
