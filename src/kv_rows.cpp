@@ -14,6 +14,12 @@ namespace {
 
 constexpr float kLargest = 127;  // of i8; -128 is not used, so that x and -x are alike
 
+// The nearest integer, ties to even, for |x| < 2^22: what nearbyint gives, without a call.
+float nearest(float x) {
+  constexpr float kMagic = 12582912;  // 1.5 * 2^23
+  return (x + kMagic) - kMagic;
+}
+
 void quantise(const float* x, int64_t dim, int8_t* to, float* scale, QuantSums* sums) {
   float largest = 0;
   bool finite = true;
@@ -26,18 +32,19 @@ void quantise(const float* x, int64_t dim, int8_t* to, float* scale, QuantSums* 
     *scale = std::numeric_limits<float>::quiet_NaN();
     return;
   }
-  *scale = largest / kLargest;
-  const float inverse = *scale > 0 ? 1 / *scale : 0;
-  if (!std::isfinite(inverse)) *scale = 0;  // denormal: nothing that a score could show
-  double worst = 0;
+  float step = largest / kLargest;
+  const float inverse = step > 0 ? 1 / step : 0;
+  if (!std::isfinite(inverse)) step = 0;  // denormal: nothing that a score could show
+  *scale = step;
+  double worst = 0, squares = 0;
   for (int64_t d = 0; d < dim; ++d) {
-    const float q =
-        *scale > 0 ? std::clamp(std::nearbyint(x[d] * inverse), -kLargest, kLargest) : 0.0f;
+    const float q = step > 0 ? std::clamp(nearest(x[d] * inverse), -kLargest, kLargest) : 0.0f;
     to[d] = static_cast<int8_t>(q);
-    const double error = static_cast<double>(x[d]) - static_cast<double>(*scale * q);
+    const double error = static_cast<double>(x[d]) - static_cast<double>(step * q);
     worst = std::max(worst, std::abs(error));
-    sums->squares += error * error;
+    squares += error * error;
   }
+  sums->squares += squares;
   sums->elements += dim;
   sums->max_abs = std::max(sums->max_abs, worst);
   if (largest > 0)
