@@ -131,7 +131,8 @@ class GQA(nn.Module):
         """exp(s - lse), [batch, num_heads, n_q, n_kv]: differentiable, through lse too."""
         batch, _, n_q, _ = q.shape
         n_kv = k.shape[2]
-        q = q.reshape(batch, self.num_kv_heads, -1, self.head_dim_qk)  # rows of one KV head
+        rows = self.num_heads // self.num_kv_heads * n_q  # of one KV head; not -1, the batch may be empty
+        q = q.reshape(batch, self.num_kv_heads, rows, self.head_dim_qk)
         s = (q @ k.transpose(-2, -1)).view(batch, self.num_heads, n_q, n_kv) * self.head_dim_qk**-0.5
         if bias is not None:
             s = s + bias.to(s.dtype)

@@ -119,7 +119,7 @@ class Attention(OpRun):
         )
         out, weights = result if isinstance(result, tuple) else (result, None)
         if is_3d:
-            out = out.transpose(0, 2, 1, 3).reshape(out.shape[0], n_q, -1)
+            out = out.transpose(0, 2, 1, 3).reshape(out.shape[0], n_q, out.shape[1] * out.shape[3])
         product = None
         if wants_product:
             product = weights if mode == 3 else self._product(Q, K, mask, bias, scale, softcap, mode)
@@ -131,7 +131,8 @@ class Attention(OpRun):
         """The scores, [batch, num_heads, n_q, n_kv]."""
         work = np.float64 if Q.dtype == np.float64 else np.float32
         batch, num_heads, n_q, dim = Q.shape
-        rows = Q.astype(work).reshape(batch, K.shape[1], -1, dim)  # queries of one KV head
+        group_rows = num_heads // K.shape[1] * n_q  # queries of one KV head
+        rows = Q.astype(work).reshape(batch, K.shape[1], group_rows, dim)
         s = (rows @ K.astype(work).swapaxes(2, 3)).reshape(batch, num_heads, n_q, K.shape[2])
         s *= 1 / np.sqrt(dim) if scale is None else scale
         if mode >= 1 and softcap:

@@ -23,8 +23,8 @@ TYPES = {
 INPUTS = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen")
 
 
-def run(opset, inputs, num_outputs=4, **attributes):
-    """(ours, theirs): the outputs of one Attention node."""
+def evaluate(ops, opset, inputs, num_outputs=4, **attributes):
+    """The outputs of one Attention node."""
     names = [n if n in inputs else "" for n in INPUTS]
     while names[-1] == "":
         names.pop()
@@ -34,7 +34,12 @@ def run(opset, inputs, num_outputs=4, **attributes):
     results = [helper.make_tensor_value_info(n, TYPES[inputs["Q"].dtype], None) for n in outputs]
     graph = helper.make_graph([node], "g", values, results)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
-    return [ReferenceEvaluator(model, new_ops=ops).run(None, inputs) for ops in ([qkv.onnx.Attention], None)]
+    return ReferenceEvaluator(model, new_ops=ops).run(None, inputs)
+
+
+def run(*arguments, **attributes):
+    """(ours, theirs)"""
+    return [evaluate(ops, *arguments, **attributes) for ops in ([qkv.onnx.Attention], None)]
 
 
 def compare(pair, dtype=np.float32):
@@ -139,6 +144,20 @@ def test_windows_of_opset_25(is_causal, cache):
         mask = np.random.default_rng(5).random((3, 1, 4, 9)) < 0.7
         if cache != "none":
             compare(run(25, x | {"attn_mask": mask}, 4, qk_matmul_output_mode=2, **options))
+
+
+@pytest.mark.parametrize("axes", [3, 4])
+@pytest.mark.parametrize("empty", ["batch", "n_q"])
+def test_nothing_in_gives_nothing_out(axes, empty):
+    x = tensors(**{empty: 0})
+    heads = {}
+    if axes == 3:
+        heads = {"q_num_heads": 6, "kv_num_heads": 2}
+        x = {n: t.transpose(0, 2, 1, 3).reshape(t.shape[0], t.shape[2], t.shape[1] * t.shape[3]) for n, t in x.items()}
+    for mode in range(4):
+        y, _, _, qk = evaluate([qkv.onnx.Attention], 24, x, qk_matmul_output_mode=mode, **heads)
+        batch, n_q = (0, 4) if empty == "batch" else (2, 0)
+        assert y.shape == ((batch, n_q, 30) if axes == 3 else (batch, 6, n_q, 5)) and qk.shape == (batch, 6, n_q, 6)
 
 
 def test_a_short_mask_is_padded_as_hidden():
