@@ -30,6 +30,13 @@ __attribute__((noinline)) void* operator new(size_t n) { return qkv::test::alloc
 __attribute__((noinline)) void* operator new(size_t n, std::align_val_t align) {
   return qkv::test::allocate(n, static_cast<size_t>(align));
 }
+// A sanitizer's own would not match the delete below.
+__attribute__((noinline)) void* operator new(size_t n, const std::nothrow_t&) noexcept {
+  return std::aligned_alloc(16, (n + 16) / 16 * 16);
+}
+__attribute__((noinline)) void operator delete(void* p, const std::nothrow_t&) noexcept {
+  std::free(p);
+}
 __attribute__((noinline)) void operator delete(void* p) noexcept { std::free(p); }
 __attribute__((noinline)) void operator delete(void* p, size_t) noexcept { std::free(p); }
 __attribute__((noinline)) void operator delete(void* p, std::align_val_t) noexcept { std::free(p); }
