@@ -17,16 +17,17 @@ namespace HWY_NAMESPACE {
 
 inline constexpr int kPairRows = kTileRows / 2;
 
-// acc[i][j] = init(i, j) + sum_u A(i, u) * B[u][j], then done(i, j, acc): as Tile, with the vectors
-// j < kTileVectors from b and the others from b + pair.
-template <class T, bool kRowsAreStrided, class Init, class Done>
-HWY_INLINE void PairTile(const T* HWY_RESTRICT a, size_t lda, const T* HWY_RESTRICT b, size_t pair,
-                         size_t n, Init init, Done done) {
+template <class T>
+using PairSums = Vec<T>[kPairRows][2 * kTileVectors];
+
+// acc[i][j] += sum_u A(i, u) * B[u][j]: as TileSteps, with the vectors j < kTileVectors from b and the others
+// from b + pair.
+template <class T>
+HWY_INLINE void PairSteps(const T* HWY_RESTRICT a, size_t lda, const T* HWY_RESTRICT b, size_t pair,
+                          size_t n, PairSums<T>& acc) {
   const Tag<T> d;
   constexpr int kV = 2 * kTileVectors;
-  Vec<T> acc[kPairRows][kV];
-  Each<kPairRows>([&](auto i)
-                      HWY_ATTR { Each<kV>([&](auto j) HWY_ATTR { acc[i][j] = init(i, j); }); });
+  LeftRows<T, kPairRows, true> left(a, lda);
   const T* HWY_RESTRICT other = b + pair;
   for (size_t u = 0; u < n; u++) {
     Vec<T> panel[kV];
@@ -35,15 +36,19 @@ HWY_INLINE void PairTile(const T* HWY_RESTRICT a, size_t lda, const T* HWY_RESTR
       panel[j + kTileVectors] = Pin(hn::Load(d, other + j * kLanes<T>));
     });
     Each<kPairRows>([&](auto i) HWY_ATTR {
-      const Vec<T> x = hn::Set(d, kRowsAreStrided ? a[i * lda] : a[i]);
+      const Vec<T> x = hn::Set(d, left(i));
       Each<kV>([&](auto j) HWY_ATTR { acc[i][j] = hn::MulAdd(x, panel[j], acc[i][j]); });
     });
-    a += kRowsAreStrided ? 1 : lda;
+    left.next();
     b += kPanel<T>;
     other += kPanel<T>;
   }
+}
+
+template <class F>
+HWY_INLINE void EachOfPair(F f) {
   Each<kPairRows>([&](auto i)
-                      HWY_ATTR { Each<kV>([&](auto j) HWY_ATTR { done(i, j, acc[i][j]); }); });
+                      HWY_ATTR { Each<2 * kTileVectors>([&](auto j) HWY_ATTR { f(i, j); }); });
 }
 
 // Where vector j of row i of a pair lies.
@@ -57,16 +62,20 @@ HWY_INLINE size_t PairAt(int i, int j, size_t pair) {
 template <class T>
 HWY_NOINLINE void PairScores(const T* HWY_RESTRICT k, size_t k_stride, size_t head_dim,
                              const T* HWY_RESTRICT qt, size_t qt_pair, T* HWY_RESTRICT s,
-                             size_t s_pair, size_t n, const Ahead<T>& ahead) {
+                             size_t s_pair, size_t n, const NextRows<T>& next) {
   const Tag<T> d;
   for (size_t x = 0; x < n; x += kPairRows) {
     T* HWY_RESTRICT to = s + x * kPanel<T>;
-    if (ahead.k) ahead.fetch(static_cast<int64_t>(x), kPairRows);
-    PairTile<T, true>(
-        k + x * k_stride, k_stride, qt, qt_pair, head_dim,
-        [&](auto, auto) HWY_ATTR { return hn::Zero(d); },
-        [&](auto i, auto j, Vec<T> sum)
-            HWY_ATTR { hn::Store(sum, d, to + PairAt<T>(i, j, s_pair)); });
+    PairSums<T> acc;
+    EachOfPair([&](auto i, auto j) HWY_ATTR { acc[i][j] = hn::Zero(d); });
+    const size_t steps = next.steps(head_dim);
+    for (size_t u = 0; u < head_dim; u += steps) {
+      next.fetch(x, kPairRows, u);
+      PairSteps<T>(k + x * k_stride + u, k_stride, qt + u * kPanel<T>, qt_pair,
+                   HWY_MIN(steps, head_dim - u), acc);
+    }
+    EachOfPair([&](auto i, auto j)
+                   HWY_ATTR { hn::Store(acc[i][j], d, to + PairAt<T>(i, j, s_pair)); });
   }
 }
 
@@ -80,13 +89,14 @@ HWY_NOINLINE void PairDp(const T* HWY_RESTRICT v, size_t v_stride, size_t head_d
   for (size_t x = 0; x < n; x += kPairRows) {
     const T* HWY_RESTRICT weight = p + x * kPanel<T>;
     T* HWY_RESTRICT to = ds + x * kPanel<T>;
-    PairTile<T, true>(
-        v + x * v_stride, v_stride, dout_t, pair, head_dim,
-        [&](auto, auto j) HWY_ATTR { return hn::Load(d, init + PairAt<T>(0, j, pair)); },
-        [&](auto i, auto j, Vec<T> sum) HWY_ATTR {
-          const size_t at = PairAt<T>(i, j, pair);
-          hn::Store(hn::Mul(sum, hn::Load(d, weight + at)), d, to + at);
-        });
+    PairSums<T> acc;
+    EachOfPair([&](auto i, auto j)
+                   HWY_ATTR { acc[i][j] = hn::Load(d, init + PairAt<T>(0, j, pair)); });
+    PairSteps<T>(v + x * v_stride, v_stride, dout_t, pair, head_dim, acc);
+    EachOfPair([&](auto i, auto j) HWY_ATTR {
+      const size_t at = PairAt<T>(i, j, pair);
+      hn::Store(hn::Mul(acc[i][j], hn::Load(d, weight + at)), d, to + at);
+    });
   }
 }
 
@@ -116,13 +126,9 @@ HWY_INLINE void PairGradients(const BackwardTask& task, const Panel<T>* panels,
   const size_t qt_pair = static_cast<size_t>(panels[1].qt - panels[0].qt);
   T* p = g.p + span.begin * kPanel<T>;
   T* ds = g.ds + span.begin * kPanel<T>;
-  const Ahead<T> ahead = {fetch ? k + kPairRows * piece.k_stride : nullptr,
-                          v,
-                          piece.k_stride,
-                          piece.v_stride,
-                          a.head_dim_qk,
-                          a.head_dim_v};
-  PairScores(k, k_stride, dim_qk, panels[0].qt, qt_pair, p, pair, n, ahead);
+  const NextRows<T> next = {fetch ? k : nullptr, v,           piece.k_stride, piece.v_stride,
+                            a.head_dim_qk,       a.head_dim_v};
+  PairScores(k, k_stride, dim_qk, panels[0].qt, qt_pair, p, pair, n, next);
   WeightRows<T, kTileVectors>(p, g.lse, static_cast<int>(n));
   WeightRows<T, kTileVectors>(p + pair, h.lse, static_cast<int>(n));
   PairDp(v, static_cast<size_t>(piece.v_stride), static_cast<size_t>(a.head_dim_v), g.dout_t,

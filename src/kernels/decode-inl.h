@@ -35,8 +35,6 @@ struct KeyRun {
 // K (or V) of a run fills a third of L1, so that the next one fits beside it.
 inline constexpr int64_t kRunBytes = 16 * 1024;
 inline constexpr int kMinRun = 16;  // a multiple of the lanes
-// Below this, K and V are likely in a cache already.
-inline constexpr int64_t kFetchAheadBytes = 256 * 1024;
 
 // The state of one task; arrays are carved from AttentionTask::scratch.
 template <class T>
@@ -212,12 +210,6 @@ HWY_INLINE void ForRunPieces(const AttentionTask& task, const KeyRun& run,
   }
 }
 
-// Rows to fetch: those of one operand that follow `row` in its segment.
-template <class Stored>
-HWY_INLINE Ahead RowsOf(const Stored* row, int64_t stride, int64_t dim, int64_t n) {
-  const auto bytes = static_cast<int64_t>(sizeof(Stored));
-  return {reinterpret_cast<const char*>(row), stride * bytes, dim * bytes, n};
-}
 // K of a run, segment by segment: each piece of the run before fetches one.
 template <class Stored>
 class KeysAhead {
@@ -229,7 +221,7 @@ class KeysAhead {
     const int64_t skip = begin_ - segment_->begin, n = HWY_MIN(segment_->count - skip, left_);
     const auto* k = static_cast<const Stored*>(segment_->k) + skip * task_.k_row_stride;
     begin_ += n, left_ -= n, segment_++;
-    return RowsOf(k, task_.k_row_stride, task_.head_dim_qk, n);
+    return AheadOf(k, task_.k_row_stride, task_.head_dim_qk, n);
   }
 
  private:
@@ -257,15 +249,15 @@ HWY_NOINLINE void ScaleKeys(const float* HWY_RESTRICT scale, int n, T* HWY_RESTR
   }
 }
 
-// Scores of all rows against one run; its values are fetched meanwhile. Returns true if some row must
+// Scores of all rows against one run; its values may be fetched meanwhile. Returns true if some row must
 // not see some of these keys.
 template <class T, class KV, class Stored>
 HWY_INLINE bool RunScores(const AttentionTask& task, const KeyRun& run, const KeySpan<T>& span,
-                          bool dense, bool fetch, DecodeWork<T>* work) {
+                          bool dense, bool fetch_values, DecodeWork<T>* work) {
   if constexpr (sizeof(KV) != sizeof(Stored)) ConvertRun<T, Stored>(task, run, work);
   ForRunPieces<T, KV, Stored>(task, run, *work, [&](const RunPiece<KV>& piece) HWY_ATTR {
     const int n = piece.to - piece.from;
-    const Ahead values = RowsOf(piece.v, piece.v_stride, task.head_dim_v, fetch ? n : 0);
+    const Ahead values = AheadOf(piece.v, piece.v_stride, task.head_dim_v, fetch_values ? n : 0);
     Dot(piece.k, piece.k_stride, task.head_dim_qk, work->q, work->q_stride, work->rows,
         work->s + piece.from, kScoreStride, n, values);
     for (int r = 0; piece.k_scale && r < work->rows; r++)
@@ -355,11 +347,11 @@ HWY_INLINE DenseUse DenseOf(const AttentionTask& task, const DecodeWork<T>& work
 // V of a run is fetched during its first product, K of the next run during its second.
 template <class T, class KV, class Stored>
 HWY_INLINE void AttendRun(const AttentionTask& task, const KeyRun& run, const KeyRun& next,
-                          bool fetch, DecodeWork<T>* work) {
+                          DecodeWork<T>* work) {
   const KeySpan<T> span = SpanOf<T>(run);
   const DenseUse use = DenseOf(task, *work, span);
   if (use == DenseUse::hidden) return;
-  const bool masked = RunScores<T, KV, Stored>(task, run, span, use == DenseUse::some, fetch, work);
+  const bool masked = RunScores<T, KV, Stored>(task, run, span, use == DenseUse::some, true, work);
   RunSoftmax(task, span, masked, work);
   KeysAhead<Stored> keys(task, next);
   ForRunPieces<T, KV, Stored>(task, run, *work, [&](const RunPiece<KV>& piece) HWY_ATTR {
@@ -367,7 +359,7 @@ HWY_INLINE void AttendRun(const AttentionTask& task, const KeyRun& run, const Ke
       ScaleKeys(piece.v_scale, piece.to - piece.from, work->s + r * kScoreStride + piece.from);
     if (HWY_UNLIKELY(masked)) return AddMasked(task, piece, *work);
     Add(piece.v, piece.v_stride, task.head_dim_v, work->s + piece.from, kScoreStride, work->rows,
-        work->out, work->out_stride, piece.to - piece.from, fetch ? keys.next() : Ahead());
+        work->out, work->out_stride, piece.to - piece.from, keys.next());
   });
 }
 
@@ -424,12 +416,10 @@ void Decode(const AttentionTask& task) {
   const RowRange needed = StartDecode(task, &work);
   WithKv<T>(task.kv_dtype, [&](auto kv, auto stored) HWY_ATTR {
     using Stored = decltype(stored);
-    const int64_t bytes = (needed.hi - needed.lo) * (task.head_dim_qk + task.head_dim_v) *
-                          static_cast<int64_t>(sizeof(Stored));
     RunWalk<Stored> walk(task, needed);
     for (KeyRun run = walk.next(); run.n;) {
       const KeyRun next = walk.next();
-      AttendRun<T, decltype(kv), Stored>(task, run, next, bytes > kFetchAheadBytes, &work);
+      AttendRun<T, decltype(kv), Stored>(task, run, next, &work);
       run = next;
     }
   });

@@ -10,7 +10,7 @@
 #define QKV_KERNELS_DECODE_ROWS_INL_H_
 #endif
 
-#include "hwy/cache_control.h"
+#include "kernels/ahead-inl.h"
 #include "kernels/convert-inl.h"
 #include "kernels/tile-inl.h"
 
@@ -148,33 +148,6 @@ HWY_INLINE void StoreTail(Vec<T> v, int n, T* p) {
   for (int i = 0; i < n; i++) p[i] = room[i];
 #endif
 }
-
-// Rows that are needed next: fetched into L1 a line or a few at a time, at every step of the products, so
-// that memory works while the cores do. In bursts (32 lines each 32 steps) they wait for each other: Zen 3
-// reads 8.7 instead of 10.7 GB/s beside the work of one query row.
-class Ahead {
- public:
-  Ahead() = default;
-  Ahead(const char* rows, int64_t stride_bytes, int64_t row_bytes, int64_t n)
-      : at_(rows), gap_(stride_bytes - row_bytes), row_bytes_(row_bytes) {
-    if (gap_ == 0) row_bytes_ *= n;  // one long row
-    row_end_ = rows + row_bytes_;
-    lines_ = (gap_ == 0 ? 1 : n) * ((row_bytes_ + 63) / 64);
-  }
-  // Spreads the lines over so many steps.
-  void spread(int64_t steps) { per_step_ = (lines_ + steps - 1) / HWY_MAX(steps, int64_t{1}); }
-  HWY_INLINE void step() {
-    for (int64_t i = HWY_MIN(per_step_, lines_); i > 0; i--) {
-      hwy::Prefetch(at_);
-      at_ += 64, lines_--;
-      if (at_ >= row_end_) at_ = row_end_ + gap_, row_end_ = at_ + row_bytes_;
-    }
-  }
-
- private:
-  const char *at_ = nullptr, *row_end_ = nullptr;
-  int64_t gap_ = 0, row_bytes_ = 0, lines_ = 0, per_step_ = 0;
-};
 
 // A value of K or V for kRows rows: loaded once, unless one FMA alone can load it. A converted one is in a
 // register anyway.

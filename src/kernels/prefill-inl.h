@@ -16,6 +16,7 @@
 #define QKV_KERNELS_PREFILL_INL_H_
 #endif
 
+#include "kernels/ahead-inl.h"
 #include "kernels/dropout-inl.h"
 #include "kernels/panel-inl.h"
 #include "kernels/rows-inl.h"
@@ -27,52 +28,44 @@ HWY_BEFORE_NAMESPACE();
 namespace qkv::kernels {
 namespace HWY_NAMESPACE {
 
-// Rows that are fetched while scores are computed: values of the same keys, and the keys of the next
-// tile. The first panel of a task fetches, the others find both in the cache. Without it cold K and V
-// cost a third of the time on short and chunked problems (n 64 x 4096: 0.57 -> 0.70 of the FMA peak).
-template <class T>
-struct Ahead {
-  const T *k, *v;  // of the first key; nullptr: nothing is fetched
-  int64_t k_stride, v_stride, k_dim, v_dim;
-
-  HWY_INLINE void fetch(int64_t first, int n) const {
-    for (int64_t row = first; row < first + n; row++) {
-      PrefetchRow(k + (row + n) * k_stride, k_dim);
-      PrefetchRow(v + row * v_stride, v_dim);
-    }
-  }
-};
-
 // Scores of n keys (a multiple of kRows) for kVectors vectors of the panel.
 template <class T, int kVectors, int kRows>
 HWY_NOINLINE void QkRows(const T* HWY_RESTRICT k, size_t k_stride, size_t head_dim,
                          const T* HWY_RESTRICT qt, T* HWY_RESTRICT s, T* HWY_RESTRICT max, size_t n,
-                         const Ahead<T>& ahead) {
+                         const NextRows<T>& next) {
   const Tag<T> d;
   Vec<T> mx[kVectors];
   Each<kVectors>([&](auto v) HWY_ATTR { mx[v] = hn::Load(d, max + v * kLanes<T>); });
   for (size_t x = 0; x < n; x += kRows) {
     T* HWY_RESTRICT to = s + x * kPanel<T>;
-    if (ahead.k) ahead.fetch(static_cast<int64_t>(x), kRows);
-    Tile<T, kRows, kVectors, true>(
-        k + x * k_stride, k_stride, qt, kPanel<T>, head_dim,
-        [&](auto, auto) HWY_ATTR { return hn::Zero(d); },
-        [&](auto i, auto v, Vec<T> score) HWY_ATTR {
-          hn::Store(score, d, to + i * kPanel<T> + v * kLanes<T>);
-          mx[v] = hn::Max(mx[v], score);
-        });
+    Vec<T> acc[kRows][kVectors];
+    Each<kRows>([&](auto i) HWY_ATTR {
+      Each<kVectors>([&](auto v) HWY_ATTR { acc[i][v] = hn::Zero(d); });
+    });
+    const size_t steps = next.steps(head_dim);
+    for (size_t u = 0; u < head_dim; u += steps) {
+      next.fetch(x, kRows, u);
+      TileSteps<T, kRows, kVectors, true>(k + x * k_stride + u, k_stride, qt + u * kPanel<T>,
+                                          kPanel<T>, HWY_MIN(steps, head_dim - u), acc);
+    }
+    Each<kRows>([&](auto i) HWY_ATTR {
+      Each<kVectors>([&](auto v) HWY_ATTR {
+        hn::Store(acc[i][v], d, to + i * kPanel<T> + v * kLanes<T>);
+        mx[v] = hn::Max(mx[v], acc[i][v]);
+      });
+    });
   }
   Each<kVectors>([&](auto v) HWY_ATTR { hn::Store(mx[v], d, max + v * kLanes<T>); });
 }
 
 template <class T, int kVectors>
 HWY_INLINE void Qk(const T* k, int64_t k_stride, int64_t head_dim, const T* qt, T* s, T* max, int n,
-                   const Ahead<T>& ahead) {
+                   const NextRows<T>& next) {
   const size_t ld = static_cast<size_t>(k_stride), dim = static_cast<size_t>(head_dim);
   ForTiles<kRowsOf<kVectors>>(
       static_cast<size_t>(n), [&](size_t x, size_t keys, auto rows) HWY_ATTR {
         QkRows<T, kVectors, rows>(k + x * ld, ld, dim, qt, s + x * kPanel<T>, max, keys,
-                                  x ? Ahead<T>{} : ahead);
+                                  x ? NextRows<T>{} : next);
       });
 }
 
@@ -174,11 +167,13 @@ HWY_INLINE void BlockScores(const AttentionTask& task, const PanelWork<T>& work,
           const T* k = piece.k + (begin - piece.begin) * piece.k_stride;
           T* s = work.s + begin * kPanel<T> + w;
           const T* v = piece.v + (begin - piece.begin) * piece.v_stride;
-          const Ahead<T> ahead = {fetch ? k : nullptr, v,
-                                  piece.k_stride,      piece.v_stride,
-                                  task.head_dim_qk,    task.head_dim_v};
+          // The first panel of a task fetches, the others find both in the cache. Without it cold K and V
+          // cost a third of the time on short and chunked problems.
+          const NextRows<T> next = {fetch ? k : nullptr, v,
+                                    piece.k_stride,      piece.v_stride,
+                                    task.head_dim_qk,    task.head_dim_v};
           WithVectors(span.nv, [&](auto vectors) HWY_ATTR {
-            Qk<T, vectors>(k, piece.k_stride, task.head_dim_qk, panel.qt + w, s, max, n, ahead);
+            Qk<T, vectors>(k, piece.k_stride, task.head_dim_qk, panel.qt + w, s, max, n, next);
           });
         });
     if (!finish) continue;
