@@ -1,5 +1,5 @@
 # Builds and runs a project that uses qkv, as a user would:
-#   cmake -DKIND=find_package|add_subdirectory|pkg_config -DQKV_SOURCE=... -DQKV_BUILD=... -DCXX=... -DLAUNCHER=... -DBUILD_TYPE=... -P run.cmake
+#   cmake -DKIND=find_package|add_subdirectory|pkg_config -DQKV_SOURCE=... -DQKV_BUILD=... -DCXX=... -DLAUNCHER=... -DGENERATOR=... -DBUILD_TYPE=... -P run.cmake
 function(run)
   execute_process(COMMAND ${ARGN} RESULT_VARIABLE code OUTPUT_VARIABLE text ERROR_VARIABLE text)
   if(NOT code EQUAL 0)
@@ -24,7 +24,7 @@ if(KIND STREQUAL "pkg_config")
   separate_arguments(flags UNIX_COMMAND "${text}")
   run(${CXX} -std=c++20 ${QKV_SOURCE}/examples/first.cpp -o ${work}/first ${flags})
 else()
-  run(${CMAKE_COMMAND} -S ${QKV_SOURCE}/tests/consume/${KIND} -B ${work}/build -DQKV_SOURCE=${QKV_SOURCE}
+  run(${CMAKE_COMMAND} -G ${GENERATOR} -S ${QKV_SOURCE}/tests/consume/${KIND} -B ${work}/build -DQKV_SOURCE=${QKV_SOURCE}
       -DCMAKE_PREFIX_PATH=${work}/prefix -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_CXX_COMPILER_LAUNCHER=${LAUNCHER}
       -DCMAKE_BUILD_TYPE=${BUILD_TYPE})
   run(${CMAKE_COMMAND} --build ${work}/build)
