@@ -59,7 +59,8 @@ class Schedule {
   int64_t num_items() const { return num_blocks_ * cut_.kv_splits; }
   // An upper bound of the work of one item.
   int64_t item_flop() const {
-    return 2 * (is_small_ ? call_.num_kv_heads : 1) * std::min(cut_.task_rows, num_rows()) *
+    return 2 *
+           (is_small_ ? call_.num_kv_heads * num_rows() : std::min(cut_.task_rows, num_rows())) *
            std::min(call_.n_kv, cut_.split_keys) * (call_.head_dim_qk + call_.head_dim_v);
   }
 
@@ -276,7 +277,9 @@ void Schedule::run_small(int64_t b, TaskMemory* memory) const {
       c.num_kv_heads, c.group_size * c.q.stride[1],   c.k.stride[1],
       c.v.stride[1],  c.group_size * c.out.stride[1], c.group_size * c.weights.stride[1]};
   if (!c.kernels->decode_small(task, steps)) {
-    for (int64_t h = 0; h < c.num_kv_heads; ++h) run_whole({b, h, 0, num_rows()}, memory);
+    for (int64_t h = 0; h < c.num_kv_heads; ++h)
+      for (int64_t row = 0; row < num_rows(); row += cut_.task_rows)
+        run_whole({b, h, row, std::min(cut_.task_rows, num_rows() - row)}, memory);
     return;
   }
   if (!c.lse) return;

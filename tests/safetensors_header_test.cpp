@@ -119,7 +119,7 @@ TEST(SafetensorsHeader, Refused_WithTheReason) {
   const std::string deep_lists = std::string(100, '[') + std::string(100, ']');
   std::string deep_objects;
   for (int i = 0; i < 100; ++i) deep_objects += R"({"a":)";
-  deep_objects += "1" + std::string(100, '}');
+  deep_objects.append("1").append(100, '}');
   std::string many_axes = "[1";
   for (int i = 0; i < 64; ++i) many_axes += ",1";
   const std::vector<Bad> table = {

@@ -29,7 +29,9 @@ inline ProcessResult run_process(const std::string& command) {
 inline std::string this_program() {
   char path[4096];
   const ssize_t n = readlink("/proc/self/exe", path, sizeof path);
-  return "'" + std::string(path, n > 0 ? static_cast<size_t>(n) : 0) + "'";
+  std::string quoted = "'";
+  quoted.append(path, n > 0 ? static_cast<size_t>(n) : 0);
+  return quoted += '\'';
 }
 
 }  // namespace qkv::test
