@@ -228,6 +228,24 @@ TEST(AttentionBits, NanInHiddenKeysAndValues_ChangesNoBit) {
   EXPECT_GT(num_hidden, 1000);
 }
 
+// The path of few keys leaves a call with a hidden NaN to decode, row block by row block.
+TEST(AttentionBits, NanInFewKeysOfManyRows_ChangesNoBit) {
+  int64_t num_hidden = 0;
+  for (uint64_t seed = 0; seed < 20; ++seed)
+    for (int kind = 1; kind < test::kNumMaskKinds; ++kind)
+      for (int64_t n_q : {2, 5, 14, 21}) {
+        std::mt19937_64 random(seed);
+        const int64_t num_kv_heads = 1 + static_cast<int64_t>(seed % 3);
+        Problem p =
+            make_problem({2, 3 * num_kv_heads, num_kv_heads, n_q, 4, 17, 8}, DType::f32, random);
+        p.options.mask = p.masks->make(static_cast<MaskKind>(kind));
+        p.add_text(p.options.mask.name());
+        num_hidden += expect_hidden_stays_hidden(p, random);
+        if (testing::Test::HasFailure()) return;
+      }
+  EXPECT_GT(num_hidden, 1000);
+}
+
 // Whole blocks of keys behind a length, outside a window, in another document: the way caches look.
 TEST(AttentionBits, NanBehindALengthOrOutsideAWindow_ChangesNoBit) {
   const std::vector<int64_t> lengths = {100, 3};

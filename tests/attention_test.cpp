@@ -83,6 +83,24 @@ TEST(Attention, EveryGroupSize_EqualsTheReference) {
       }
 }
 
+// Around the four keys and 64 rows of a KV head that the path of few keys takes, and around the rows of decode.
+TEST(Attention, FewKeysOfManyRows_EqualTheReference) {
+  std::mt19937_64 random(14);
+  for (int64_t group_size : {1, 3, 8})
+    for (int64_t n_q : {1, 2, 5, 8, 9, 13, 14, 21, 64, 65})
+      for (int64_t n_kv : {1, 2, 3, 4, 5})
+        for (int kind : {0, static_cast<int>(random() % test::kNumMaskKinds)})
+          for (DType dtype : {DType::f32, DType::f64, DType::bf16}) {
+            const int64_t num_kv_heads = 1 + static_cast<int64_t>(random() % 2);
+            Problem p = make_problem({2, group_size * num_kv_heads, num_kv_heads, n_q, n_kv, 19, 8},
+                                     dtype, random);
+            p.options.mask = p.masks->make(static_cast<MaskKind>(kind));
+            p.add_text(p.options.mask.name());
+            expect_reference(p);
+            ASSERT_NO_FATAL_FAILURE(expect_stop());
+          }
+}
+
 TEST(Attention, EveryPairOfElementTypes_EqualsTheReference) {
   std::mt19937_64 random(5);
   for (DType dtype : {DType::f32, DType::bf16, DType::f16})
