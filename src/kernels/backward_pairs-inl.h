@@ -27,7 +27,6 @@ HWY_INLINE void PairSteps(const T* HWY_RESTRICT a, size_t lda, const T* HWY_REST
                           size_t n, PairSums<T>& acc) {
   const Tag<T> d;
   constexpr int kV = 2 * kTileVectors;
-  LeftRows<T, kPairRows, true> left(a, lda);
   const T* HWY_RESTRICT other = b + pair;
   for (size_t u = 0; u < n; u++) {
     Vec<T> panel[kV];
@@ -36,10 +35,10 @@ HWY_INLINE void PairSteps(const T* HWY_RESTRICT a, size_t lda, const T* HWY_REST
       panel[j + kTileVectors] = Pin(hn::Load(d, other + j * kLanes<T>));
     });
     Each<kPairRows>([&](auto i) HWY_ATTR {
-      const Vec<T> x = hn::Set(d, left(i));
+      const Vec<T> x = hn::Set(d, a[i * lda]);
       Each<kV>([&](auto j) HWY_ATTR { acc[i][j] = hn::MulAdd(x, panel[j], acc[i][j]); });
     });
-    left.next();
+    a++;
     b += kPanel<T>;
     other += kPanel<T>;
   }
