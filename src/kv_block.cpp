@@ -33,7 +33,7 @@ void copy_rows(char* to, int64_t to_stride, const char* from, int64_t from_strid
 
 }  // namespace
 
-KvBlockRef::KvBlockRef(const KvSizes& s, int64_t slots) {
+KvBlockRef::KvBlockRef(const KvSizes& s, int64_t slots, std::shared_ptr<KvPages> pages) {
   const int64_t rows = times(s.num_kv_heads, slots), element = size_bytes(s.dtype);
   const int64_t k_bytes = aligned(times(times(rows, s.k_row_stride), element));
   const int64_t v_bytes = aligned(times(times(rows, s.v_row_stride), element));
@@ -41,8 +41,13 @@ KvBlockRef::KvBlockRef(const KvSizes& s, int64_t slots) {
   KvBlockRef made(new KvBlock);
   KvBlock& b = *made;
   b.slots = slots, b.bytes = k_bytes + v_bytes + 2 * scale_bytes;
-  b.memory = allocate_large(b.bytes);
-  b.k = static_cast<char*>(b.memory.get());
+  if (pages) {
+    b.k = static_cast<char*>(pages->take(b.bytes));
+    b.pages = std::move(pages);
+  } else {
+    b.memory = allocate_large(b.bytes);
+    b.k = static_cast<char*>(b.memory.get());
+  }
   b.v = b.k + k_bytes;
   if (s.has_scales()) {
     b.k_scale = reinterpret_cast<float*>(b.v + v_bytes);

@@ -5,8 +5,10 @@
 #pragma once
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <utility>
 
+#include "kv_pages.h"
 #include "large_memory.h"
 #include "qkv/tensor.h"
 
@@ -32,15 +34,23 @@ struct KvBlock {
   float* v_scale = nullptr;
   int64_t k_head_stride = 0, v_head_stride = 0;  // elements
   int64_t k_row_stride = 0, v_row_stride = 0;
-  LargeMemory memory;
+  LargeMemory memory;              // one of these two, unless the memory is the caller's
+  std::shared_ptr<KvPages> pages;  // where k begins a piece
+
+  KvBlock() = default;
+  KvBlock(const KvBlock&) = delete;
+  KvBlock& operator=(const KvBlock&) = delete;
+  ~KvBlock() {
+    if (pages) pages->give_back(k);
+  }
 };
 
 /// A counted reference.
 class KvBlockRef {
  public:
   KvBlockRef() = default;
-  /// Fresh memory, not initialised. Throws Error if the size does not fit 64 bits.
-  KvBlockRef(const KvSizes& sizes, int64_t slots);
+  /// Fresh memory, not initialised: a piece of `pages`, if given. Throws Error if the size does not fit 64 bits.
+  KvBlockRef(const KvSizes& sizes, int64_t slots, std::shared_ptr<KvPages> pages = nullptr);
   explicit KvBlockRef(KvBlock* block) : block_(block) {}
   KvBlockRef(const KvBlockRef& o) : block_(o.block_) {
     if (block_) block_->owners.fetch_add(1, std::memory_order_relaxed);

@@ -38,6 +38,7 @@ void check_config(const KvCacheConfig& c) {
 KvCache::Impl::Impl(const KvCacheConfig& c)
     : config(c),
       sizes{c.num_kv_heads, c.head_dim_qk, c.head_dim_v, c.dtype, c.head_dim_qk, c.head_dim_v},
+      pages(c.kind == KvCacheKind::paged ? std::make_shared<KvPages>() : nullptr),
       entries(static_cast<size_t>(c.batch)),
       lengths(static_cast<size_t>(c.batch)) {
   if (c.rope) rope.emplace(*c.rope, c.head_dim_qk, "KvCache");
@@ -87,7 +88,7 @@ void KvCache::Impl::make_room(size_t entry, int64_t begin, int64_t end) {
   for (int64_t page = begin / size; page * size < end; ++page) {
     const auto at = static_cast<size_t>(page);
     if (at < e.blocks.size() && e.blocks[at].is_own()) continue;
-    KvBlockRef block(sizes, size);
+    KvBlockRef block(sizes, size, pages);
     if (at < e.blocks.size()) {
       copy_slots(sizes, *e.blocks[at], 0, &*block, 0, std::min(size, length - page * size));
       e.blocks[at] = std::move(block);

@@ -4,6 +4,7 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -26,6 +27,7 @@ struct KvCache::Impl {
 
   KvCacheConfig config;
   KvSizes sizes;
+  std::shared_ptr<KvPages> pages;  // of a paged cache and its forks
   std::vector<Entry> entries;
   std::vector<int64_t> lengths;
   QuantSums k_sums, v_sums;

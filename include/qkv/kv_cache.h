@@ -114,7 +114,8 @@ class QKV_EXPORT KvCache {
   int64_t longest() const;
   /// The first token that is still held, apart from num_sink_tokens: 0 unless this is a ring.
   int64_t first_token(int64_t entry = 0) const;
-  /// Bytes of memory for keys, values and scales; what forks share is counted in each.
+  /// Bytes of memory for keys, values and scales; what forks share is counted in each. Not counted: free pages that
+  /// a paged cache holds ready (at most as many as it uses, and a few MB).
   int64_t bytes() const;
   KvQuantError quant_error() const;
   /// Where the tokens of a batch entry and head lie, in order; valid until the cache changes.
