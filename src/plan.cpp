@@ -102,6 +102,10 @@ Plan plan(const Problem& p, const AttentionOptions& options) {
   plan.path = is_empty ? "empty" : c.is_decode ? "decode" : "prefill";
   if (is_empty) {
     plan.reason = "there are no query rows";
+  } else if (c.is_decode && rows > table.decode_rows) {
+    plan.reason = fmt::format(
+        "{} keys (at most {}) and {} query rows of a KV head (at most {}): head dim in the lanes",
+        p.n_kv, table.small_keys, rows, kRowsOfFewKeys);
   } else if (c.is_decode) {
     plan.reason = fmt::format(
         "{} query rows share a KV head (at most {}): head dim in the lanes, every K and V row is "

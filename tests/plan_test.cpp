@@ -28,6 +28,28 @@ TEST(Plan, Causal_CountsVisiblePairsOnly) {
   EXPECT_EQ(plan(p, {.mask = Mask::causal_bottom_right()}).visible_pairs, 1000 * 1001 / 2);
 }
 
+// The lesson's MQA has more rows than decode takes, and few keys: the reason says which of the two decided.
+TEST(Plan, ReasonNamesTheLimitThatDecided) {
+  const auto plan_of = [](int64_t num_kv_heads, int64_t n_q, int64_t n_kv, DType dtype) {
+    Problem p;
+    p.batch = 10, p.num_heads = 8, p.num_kv_heads = num_kv_heads, p.n_q = n_q, p.n_kv = n_kv;
+    p.head_dim_qk = p.head_dim_v = 16, p.dtype = p.dtype_kv = dtype;
+    return plan(p);
+  };
+  const auto says = [](const Plan& p, const char* words) {
+    return p.reason.find(words) != std::string::npos;
+  };
+  const Plan few_keys = plan_of(1, 2, 4, DType::f32), few_rows = plan_of(8, 2, 4, DType::f32);
+  EXPECT_EQ(few_keys.path, "decode");
+  EXPECT_TRUE(says(few_keys, "4 keys (at most 4) and 16 query rows")) << few_keys.reason;
+  EXPECT_EQ(few_rows.path, "decode");
+  EXPECT_TRUE(says(few_rows, "2 query rows share a KV head (at most ")) << few_rows.reason;
+  for (const Plan& other :
+       {plan_of(1, 2, 5, DType::f32), plan_of(1, 9, 4, DType::f32), plan_of(1, 2, 4, DType::f64)}) {
+    EXPECT_EQ(other.path, "prefill") << other.reason;
+  }
+}
+
 TEST(Plan, NoRows_IsEmpty) {
   Problem p;
   p.n_q = 0;
